@@ -116,7 +116,7 @@ def skipped(test: str) -> str:
     return "somewhere" if re.search(r"skipif|importorskip", marks) or "mark.full" in own else ""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @each
 def test_its_tests_are_there_and_run(row):
     assert len(set(row.tests)) == len(row.tests)

@@ -20,7 +20,7 @@ def examples(name: str) -> bool:
         return ">>> " in file.read()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [name for name in MODULES if examples(name)])
 def test_examples(name):
     try:

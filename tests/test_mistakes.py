@@ -369,7 +369,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("command, flags, code, words", TABLE)
 def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, messy, monkeypatch, capfd):
     monkeypatch.chdir(messy)

@@ -114,7 +114,7 @@ def make(launches: list[Launch], folder: Path) -> int:
     return len(known)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(5))
 def test_saves_hold_what_training_held(seed, memory_folder):
     assert make(drawn(seed, 3), memory_folder) >= SAVES + 1

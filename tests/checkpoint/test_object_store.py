@@ -661,7 +661,7 @@ def wait_until(condition, timeout: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "bucket, source, target",
     [("memory", "here", "there"), ("memory", "there", "here"), ("s3", "there", "there")],

@@ -275,7 +275,7 @@ def files_of(output: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", registry.FILTERS)
 def test_every_filter(name, folder, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(folder)

@@ -51,7 +51,7 @@ def check_origins(prefix, key="text"):
     return origins
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["plain", "mark", "gz", "zst", "two gz", "bad lines"])
 @pytest.mark.parametrize("block", [40, 1 << 20])
 def test_every_document_is_where_it_is_said_to_be(tmp_path, monkeypatch, form, block):

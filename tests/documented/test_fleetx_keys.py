@@ -104,13 +104,13 @@ def test_the_file_is_read_whole(capsys):
     assert "Model.type_vocab_size" in told and "Engine.save_load.save_epoch" in told
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_of_the_file(key, capsys):
     assert differs_or_is_named(key, another(key), capsys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("row", ROWS)
 def test_each_key_of_the_rows(row, capsys):
     key, _, value = row.partition("=")

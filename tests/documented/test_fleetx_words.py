@@ -400,7 +400,7 @@ def same(value, wanted) -> bool:
 CASES = [(command, *row) for command, text in ARRIVES.items() for row in rows(text)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "command, key, setting, values", CASES, ids=[f"{command}-{key}-{setting}" for command, key, setting, _ in CASES]
 )
@@ -448,7 +448,7 @@ def test_what_a_key_needs_is_told(command, key, setting, values, tmp_path):
         assert same(found.values.get(setting), values[0][1]) or any(place in told for told in found.told), argv
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("line", NAMED.strip().splitlines())
 def test_each_key_that_does_nothing_is_named(line, tmp_path):
     command, key, *values = line.split()
@@ -480,7 +480,7 @@ def owners(key: str) -> set[str]:
     return arrive | ({"task"} if "train" in arrive else set())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("key", sorted({case[1] for case in CASES}))
 def test_other_commands_name_it(key, tmp_path):
     """A file may serve several commands. The others name the keys of one, or compare its shape with the checkpoint."""

@@ -190,7 +190,7 @@ def told(faults: list[str], tried: int) -> str:
     return f"{len(faults)} of {tried} cases:\n" + "\n".join(faults[:4])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dialect", TABLES)
 def test_every_word_arrives_or_is_named(dialect, tmp_path):
     faults, tried = [], 0

@@ -183,7 +183,7 @@ def test_bf16(device, order, masked, dropped):
 
 
 # Windows inside a block of block-causal, of about one, over several, and longer than the sequence.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("window", [8, 64, 150, 1000])
 @pytest.mark.parametrize("masked, order", [("none", "causal"), ("documents", "causal"), ("blind", "causal")])
 def test_windows(device, masked, order, window):

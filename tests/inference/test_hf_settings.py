@@ -527,7 +527,7 @@ MORE = {  # entries without which a default has no effect, or which a family's o
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", [*(kind for kind in BASES if kind != "deepseek"), "bert", "t5"])
 def test_entries_that_are_missing_have_the_values_of_transformers(kind):
     """Of its configuration class: each entry left out alone is read as the class's own value of it, or is asked for."""

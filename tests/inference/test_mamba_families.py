@@ -202,7 +202,7 @@ def test_greedy_texts(kind, tp, pp, family, run_ranks):
         assert text == want[0, len(prompt) :].tolist()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @KINDS
 def test_there_and_back(kind, family, tmp_path, capsys):
     """The same family with the same settings, and the same tensors."""

@@ -70,7 +70,7 @@ def test_scores_do_not_depend_on_where_a_text_is_cut(model, cuts):
     torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5 * whole.abs().max().item())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sizes", [dict(max_batch=3), dict(max_batch=4, blocks=14, block_size=4, chunk=8)])
 def test_texts_that_come_and_go_are_those_of_full_passes(model, sizes):
     """With few blocks, texts are preempted and computed again; one begins as another does."""
@@ -91,7 +91,7 @@ def test_texts_that_come_and_go_are_those_of_full_passes(model, sizes):
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_mixes_are_as_each_text_is_alone(model):
     """Random lengths, draws, cancellations, beginnings in common, small caches."""
     requests = requests_of(5, 12, VOCABULARY)

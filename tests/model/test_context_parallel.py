@@ -85,7 +85,7 @@ def dense(query, key, value, layer, documents):
     return torch.einsum("bgqst,tbgd->sbgqd", weights, value).reshape(s, b, g * q * d)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
     inputs = [random(0, S, B, 4, 2, 4), random(1, S, B, 4, 4), random(2, S, B, 4, 4)]
@@ -163,7 +163,7 @@ def in_one_piece():
     return tokens, labels, (tokens != EOD).float(), positions, pairs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("documents", [True, False], ids=["documents", "one document"])
 def test_llama_is_hugging_faces(documents, sp, run_ranks):

@@ -34,7 +34,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 @pytest.mark.parametrize(
     "kind, temperature", [("forward_kl", 1.0), ("forward_kl", 2.5), ("reverse_kl", 2.0), ("js", 2.0)]

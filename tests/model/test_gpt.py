@@ -181,7 +181,7 @@ def test_settings_for_fp16_change_nothing_in_fp32(tiny, batch):
     torch.testing.assert_close(plain.logits(batch().tokens), scaled.logits(batch().tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
 @VARIANTS
 def test_tensor_parallel_equals_one_rank(tiny, batch, run_ranks, settings, sequence_parallel):

@@ -73,7 +73,7 @@ def test_same_bits_with_dropout(tiny, batch, settings, shape, dtype):
     assert_same_bits(gradients(tiny(recompute=settings, **shape), *micros), want)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "shape", [{}, dict(MODERN, **DROPOUT), dict(squared_relu=True)], ids=["gpt2", "modern", "relu"]
 )

@@ -152,7 +152,7 @@ def made(recipe: str, dtype=torch.bfloat16, tp=None, row=False, sequence=False, 
     return layer
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype, tokens", [("float32", 150), ("bfloat16", 150), ("bfloat16", 1), ("bfloat16", 0)])
 @pytest.mark.parametrize("wgrad", [True, False])
 @pytest.mark.parametrize("recipe", TILES)

@@ -81,7 +81,7 @@ def plain() -> tuple[list[dict], dict[str, torch.Tensor]]:
 pretrain = trains(gpt_variant)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]

@@ -121,7 +121,7 @@ def test_kept_bytes_are_those_of_autograd(precision, words, packed, of):
     assert found == facts.layer_saved_bytes(share, facts.layer_kind(0), words).total()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("groups, heads, width, state", [(2, 16, 16, 16), (1, 4, 64, 128), (8, 8, 64, 128)])
 @pytest.mark.parametrize("normed", [True, False], ids=["a norm", "none"])

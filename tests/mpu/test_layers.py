@@ -262,7 +262,7 @@ def _train(rank, flags):
     pretrain_gpt.main(f"{TINY} {flags}".split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "world, flags",
     [

@@ -163,7 +163,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes, ep, etp", LARGE)
 def test_groups_of_experts_on_16384_ranks(sizes, ep, etp):
     mesh = Mesh(11111, ep=ep, etp=etp, shard_over_cp=True, create_groups=False, **sizes)

@@ -116,7 +116,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exact_weights_stay_fp32_in_every_stage(layout, run_ranks):
     sizes, settings = LAYOUTS[layout]

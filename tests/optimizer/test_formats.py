@@ -316,7 +316,7 @@ def add_up(terms, rounding):
     return total
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("main", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_reduction_is_the_sum_in_bf16(stage, main, run_ranks):

@@ -77,7 +77,7 @@ def test_a_flag_that_is_up_keeps_everything_as_it_is(name):
     assert once[0] == twice[0] and all(torch.equal(once[1][key], twice[1][key]) for key in once[1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name, stage", [("adam", 1), ("muon", 3), ("lion", 2), ("adam, bf16", 3), ("muon, bf16", 1)])
 def test_so_it_does_on_ranks_that_share_state(name, stage, run_ranks):
     """bf16 weights: they are made of main weights again, which have not changed."""

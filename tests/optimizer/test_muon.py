@@ -192,7 +192,7 @@ def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "sizes, grid", [(dict(tp=2, replicate=2), (2, 1)), (dict(shard=4), (2, 2)), (dict(shard=4), (2, 1))], ids=str
 )

@@ -59,7 +59,7 @@ def _gradients(part, optimizer, value=1.0):
     return optimizer.finalize_grads(torch.zeros(1))[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2), dict(pp=2, tp=2), dict(pp=2, shard=2), dict(tp=2, shard=2)])
 def test_partial_gradients_are_summed_and_counted_once(sizes, run_ranks):
     def body(rank):

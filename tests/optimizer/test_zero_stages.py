@@ -170,7 +170,7 @@ def _reference():
     return _train(0, {}, again=True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_trains_the_same_model(name, run_ranks):
     sizes, settings = STAGES[name]
@@ -224,7 +224,7 @@ def _optimizer(rank, sizes, offload=None, model=None, **parallel):
 INPUT = torch.ones(1, WIDTH, dtype=torch.bfloat16)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_each_stage(stage, run_ranks):
     """Parameters bf16, the rest fp32; n is the number of elements, each parameter padded to 64, each unit to 64 x ranks."""

@@ -282,7 +282,7 @@ def test_words_after_a_script_of_a_tool_win(name, words, wanted):
     assert {name: values[name] for name in wanted} == wanted
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*TRAINED, *EVALUATED])
 def test_scripts_of_trained_models_predict(name):
     """--dry-run: memory of the ranks that they are made for, and time per token; nothing is read or written."""

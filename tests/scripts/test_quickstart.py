@@ -68,7 +68,7 @@ def test_the_quickstart_edits_no_lines_of_training(root):
     assert "|" not in launched + training and "--log-file" in training
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "seconds, widths, size",
     [

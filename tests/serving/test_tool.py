@@ -110,7 +110,7 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         assert 'megatron_serve_iteration{model="cats"} 7.0' in text and 'engine{model="cats",what="blocks"}' in text
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, how", [("checkpoint", "int8"), ("--load", "int8-dynamic"), ("--load-exported", "int4")])
 def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, tmp_path, capsys):
     """The server's texts are those of tools.generate with the same flags."""

@@ -307,7 +307,7 @@ SAME = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_said_to_have_no_effect_has_none(name, train):
     """The losses of a run with the setting and of one without are the same to the bit."""

@@ -229,7 +229,7 @@ OWN_OF_EVALUATE = {f.name for f in (*fields(EvaluateOptions), *fields(TokenizerS
 FOREIGN = [name for name in NAMES if name not in OWN_OF_EVALUATE | DECIDED]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_tool_names_what_it_has_no_use_for(name, tmp_path, capsys):
     """On its line it is an error; in a file, which may serve several commands, a note with its place."""

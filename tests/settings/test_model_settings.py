@@ -362,7 +362,7 @@ def randomise(model, seed=5):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags, told, unlike", CASES, ids=[flags.replace("--", "") or "default" for flags, *_ in CASES]
 )

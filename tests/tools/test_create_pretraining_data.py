@@ -331,7 +331,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words, code, message", MISTAKES)
 def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path, monkeypatch, words, code, message):
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))

@@ -66,7 +66,7 @@ def asked(capsys, *words) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", ["T5", pytest.param("BERT", marks=pytest.mark.full)])
 def test_steps_and_documents(kind, tmp_path, run_ranks, capsys):
     """A blend of two files, more than one epoch, two launches with other ranks and batches."""

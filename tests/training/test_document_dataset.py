@@ -128,7 +128,7 @@ def mean_loss(samples) -> float:
 DOCUMENTS = "--mock-data false --tokenizer-type NullTokenizer --split 1,0,0 --dataset-type webtext"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "world, layout",
     [

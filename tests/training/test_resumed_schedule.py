@@ -221,7 +221,7 @@ def test_both_of_them_contradict_each_other():
         config("--train-iters 1 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("size, steps", [(4, 20), (16, 5)])
 def test_other_batches_train_on_the_samples_that_are_left(size, steps, tmp_path, capsys):
     """--train-samples 160: ten steps of 8 samples, then batches of another size, as many as the other 80 samples make. The

@@ -26,7 +26,7 @@ def distributions(words: list[str]) -> set[str]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("command", [name for name in PATHS if name.startswith("tools.openwebtext.")])
 def test_the_extra_installs_what_a_command_imports(command):
     own = [name for name in reached(command, at_start_only=False) if name.startswith(("tools.openwebtext", "corpus."))]
