@@ -4,7 +4,7 @@
 # arXiv:2205.05198, table 3.
 #
 # needs      280 x A100-80GB: 35 nodes of 8
-# predicted  64.9 of 85.9 GB on the fullest rank
+# predicted  64.6 of 85.9 GB on the fullest rank
 # predicted  33.44 s a step of 573,440 tokens, 17,149 tokens/s, 198 TFLOP/s a GPU, bubble 10.3% (speeds assumed)
 # assumed    speeds of eager FSDP: error 11% in 6 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

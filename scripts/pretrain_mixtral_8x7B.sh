@@ -3,7 +3,7 @@
 # 8 experts, 46.7B parameters of which a token uses 12.9B, on 8 nodes: Mixtral 8x7B (arXiv:2401.04088).
 #
 # needs      64 x H100-80GB: 8 nodes of 8
-# predicted  67.9 of 85.9 GB on the fullest rank
+# predicted  64.7 of 85.9 GB on the fullest rank
 # predicted  3.55 s a step of 1,048,576 tokens, 295,770 tokens/s, 383 TFLOP/s a GPU, bubble 10.3% (speeds assumed)
 # assumed    speeds of eager FSDP: error 29% in 3 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -3,7 +3,7 @@
 # 128 experts, 30.5B parameters of which a token uses 3.3B, on 4 nodes: Qwen3-30B-A3B (arXiv:2505.09388).
 #
 # needs      32 x H100-80GB: 4 nodes of 8
-# predicted  49.4 of 85.9 GB on the fullest rank
+# predicted  45.9 of 85.9 GB on the fullest rank
 # predicted  20.06 s a step of 4,194,304 tokens, 209,042 tokens/s, 182 TFLOP/s a GPU, bubble 3.0% (speeds assumed)
 # assumed    speeds of eager FSDP: error 29% in 3 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -258,6 +258,7 @@ def test_answers_without_torch_and_quickly(command, code, tmp_path):
     assert "torch was imported" not in done.stderr
 
 
+@pytest.mark.sampled(2)
 def test_each_module_of_a_kind_is_imported_alone():
     """A kind is found by its folder; no module of it may need that the others were imported before."""
     of_kinds = (name for name in PATHS if name.startswith("model.kinds."))

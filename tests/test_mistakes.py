@@ -531,6 +531,7 @@ def test_a_python_without_the_packages(command, root, messy):
     assert is_one_message(done.stderr)
 
 
+@pytest.mark.sampled(2)
 def test_a_rank_that_does_not_exist(root, messy):
     done = shell(root, messy, root / "pretrain_gpt.py", *MOCK.split(), RANK="5", WORLD_SIZE="2")
     assert (done.returncode, is_one_message(done.stderr)) == (3, True)

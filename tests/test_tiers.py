@@ -98,11 +98,13 @@ def test_a_commit_and_a_merge_count_once_and_without_git_the_day_counts(tmp_path
     assert number(shallow) in (day, day + 1)
 
 
+@pytest.mark.sampled(2)
 def test_a_variable_chooses_the_cases(run):
     assert run(TEST_PART="4") == ["test_long.py::test", "test_b.py::test", "test_a.py::test[3]"]
     assert len(run("--full", TEST_PART="4")) == 7
 
 
+@pytest.mark.sampled(2)
 def test_long_files_start_first_and_unit_leaves_them_out(run):
     assert [name.split("::")[0] for name in run()] == ["test_long.py", "test_b.py", "test_a.py"]
     assert [name.split("::")[0] for name in run("--unit")] == ["test_a.py"]

@@ -179,14 +179,14 @@ class NodeAgreement:
             if self._has_ended(members):
                 return None
             waited = time.monotonic() - began
-            if (chosen := self._choice(members, waited)) is not None:
+            ready, runs = self._ready(members), self._runs(members)
+            chooses = bool(ready) and ready[0].id == self.own.id
+            if chooses and not runs and (chosen := self._choice(ready, waited)) is not None:
                 self._write(chosen)
                 continue
-            self._note(members)
-            ready = self._ready(members)
+            self._note(ready, runs)
             # The one who chooses may take fewer nodes just now, so the others give up later.
-            chooses = bool(ready) and ready[0].id == self.own.id
-            if waited > self.patience + self.timeout * (not chooses) and not self._runs(members):
+            if waited > self.patience + self.timeout * (not chooses) and not runs:
                 here = ", ".join(member.name for member in ready)
                 raise PeerLost(
                     f"{several(self.wanted, 'node')} wanted, and after {self.patience:.0f} s there are: {here}",
@@ -279,15 +279,12 @@ class NodeAgreement:
 
     # ---- agreements ------------------------------------------------------------------------------------------------
 
-    def _choice(self, members: Sequence[Member], waited: float) -> Optional[list[Member]]:
-        """The nodes of the next attempt, if it is for this one to choose, and there are enough. waited: seconds"""
-        ready = self._ready(members)
-        if not ready or self._runs(members):
-            return None
-        if ready[0].id != self.own.id:
-            return None
-        ids = {node[0] for node in self.agreed.nodes}
-        goes_on = any(member.id in ids for member in ready)
+    def _choice(self, ready: Sequence[Member], waited: float) -> Optional[list[Member]]:
+        """The nodes of the next attempt, which this one chooses from those that are ready, if there are enough.
+
+        waited: seconds
+        """
+        goes_on = self._continues(ready)
         all_first = {member.number for member in ready}.issuperset(range(self.wanted))
         if not goes_on and not all_first and waited < self.timeout:  # spares may be faster
             return None
@@ -361,12 +358,11 @@ class NodeAgreement:
             with suppress(OSError):  # the folder does not answer: the others wait for `timeout`
                 os.utime(self.path)
 
-    def _note(self, members: Sequence[Member]) -> None:
-        """From time to time, say what is waited for."""
+    def _note(self, ready: Sequence[Member], runs: Sequence[str]) -> None:
+        """From time to time, say what is waited for. runs: names of the nodes that are at work"""
         if time.monotonic() < self.next_note:
             return
         self.next_note = time.monotonic() + NOTES
-        ready, runs = self._ready(members), self._runs(members)
         text = f"waiting for {several(self.wanted - len(ready), 'node')} of {self.wanted}"
         if runs:
             ids = [node[0] for node in self.agreed.nodes]

@@ -98,8 +98,7 @@ def build_rerun(config: schema.Config, mesh: Mesh, device: torch.device) -> Opti
             "--rerun-mode validate_results compares bits, and steps on a GPU do not repeat to the bit by themselves",
             do="add --deterministic-mode; or --rerun-mode report_stats, which counts differences",
         )
-    kinds = config.model.moe_router_load_balancing_type
-    whole = "global_aux_loss" in (kinds if isinstance(kinds, (list, tuple)) else (kinds,))  # depends on all samples
+    whole = "global_aux_loss" in config.model.balancing_kinds  # a loss that depends on all samples
     places = shift_of(mesh.dp.size, mesh.tp.size * mesh.cp.size, mesh.ep.size * mesh.etp.size)
     save = config.checkpoint.save
     return Rerun(config.guard, config.logging.seed, None if whole else places, local_folder(save) if save else None)
@@ -312,12 +311,12 @@ class Rerun:
                 REPLACE,
                 found,
             )
-        run.events.record(
-            "rerun",
-            f"iteration {iteration}: {what}; training goes on with what it computed twice",
-            iteration=iteration,
+        record(
+            run,
+            iteration,
+            "transient",
+            f"{what}; training goes on with what it computed twice",
             rank=one.rank,
-            verdict="transient",
             rank_host=one.host,
             where=str(one.difference.entry),
             others=[other.rank for other in found[1:]],
@@ -368,14 +367,14 @@ class Rerun:
     ) -> NoReturn:
         """Record the verdict and end the run, on all ranks."""
         (rank, host), *others = names or [(one.rank, one.host) for one in found]
-        run.events.record(
-            "rerun",
-            f"iteration {iteration}: {what}; {where}",
-            iteration=iteration,
+        record(
+            run,
+            iteration,
+            verdict,
+            f"{what}; {where}",
             level="error",
             logged=False,
             rank=rank,
-            verdict=verdict,
             rank_host=host,
             where=where,
             others=sorted({rank for rank, _ in others}),
@@ -397,16 +396,7 @@ class Rerun:
                 self._ask_others(run, iteration, why, now)
             verdict = disputed.OPEN
             self.said = f"{SAME_HERE}, and there are no others to compute it on"
-        run.events.record(
-            "rerun",
-            f"iteration {iteration}: {why}; {self.said}",
-            iteration=iteration,
-            level=level,
-            verdict=verdict,
-            rank_host=hosts,
-            where="",
-            others=[],
-        )
+        record(run, iteration, verdict, f"{why}; {self.said}", level=level, rank_host=hosts)
         if level == "info":  # others are logged by themselves
             run.metrics.log(f"iteration {iteration}: {why}; {self.said}")
 
@@ -426,22 +416,20 @@ class Rerun:
         if run.context.is_rank_zero:
             disputed.keep(self.folder, now)
         said = f"{SAME_HERE}, and no other ranks of this job can compute it"
-        run.events.record(
-            "rerun",
-            f"iteration {iteration}: {why}; {said}",
-            iteration=iteration,
-            logged=False,
-            verdict=disputed.OPEN,
-            rank_host="",
-            where="",
-            others=[],
-        )
+        record(run, iteration, disputed.OPEN, f"{why}; {said}", logged=False)
         raise ResumeToDisambiguate(
             f"iteration {iteration}: {why}",
             said,
             "no update was made; resume from the last checkpoint with --load, on other nodes or with ranks in another "
             "order: the step will be compared",
         )
+
+
+def record(run, iteration: int, verdict: str, text: str, *, rank_host="", where="", others=(), **more) -> None:
+    """Record the event of a verdict. more: see `EventLog.record`"""
+    said = f"iteration {iteration}: {text}"
+    facts = dict(verdict=verdict, rank_host=rank_host, where=where, others=list(others))
+    run.events.record("rerun", said, iteration=iteration, **facts, **more)
 
 
 def relative_difference(one: float, other: float) -> float:

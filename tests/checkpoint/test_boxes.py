@@ -70,6 +70,7 @@ def layout(shape, dim, tp, zero):
 layouts = st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(1, 5))
 
 
+@pytest.mark.sampled(2)
 @given(st.tuples(*[st.integers(1, 7)] * 3), layouts, layouts)
 def test_any_layout_is_rebuilt_from_any_other(shape, saved, wanted):
     full, got = np.arange(prod(shape)).reshape(shape), np.full(shape, -1)

@@ -122,6 +122,7 @@ def undisturbed(run_ranks, tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_from_memory(run_ranks, tmp_path, undisturbed):
     """Killed in step 6, with a checkpoint of step 3 and a snapshot of step 5: no sample is lost or seen twice."""
     home, memory = tmp_path / "home", tmp_path / "memory"
@@ -140,6 +141,7 @@ def test_a_run_goes_on_from_memory(run_ranks, tmp_path, undisturbed):
     assert not list(memory.iterdir()) and not (home / SNAPSHOTS).exists()
 
 
+@pytest.mark.sampled(2)
 def test_a_lost_node_is_replaced_from_copies(run_ranks, tmp_path, undisturbed):
     """Two nodes of a rank each; the memory of one is gone, and there is no checkpoint on the disk yet."""
     home, memory = tmp_path / "home", tmp_path / "memory"

@@ -90,6 +90,7 @@ def test_decisions_texts_and_bytes_are_the_originals(raw, tmp_path, capsys):
     assert [(record["file"], record["line"]) for record in rejected] == [(str(raw), at + 1) for at in BAD]
 
 
+@pytest.mark.sampled(2)
 def test_same_bytes_for_any_workers_and_compression(raw, tmp_path):
     for name in ("1.jsonl", "3.jsonl", "1.jsonl.gz", "3.jsonl.gz", "2.jsonl.zst"):
         cleanup_dataset.main([str(raw), str(tmp_path / name), "--workers", name[0]])

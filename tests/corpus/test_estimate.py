@@ -214,6 +214,7 @@ def test_a_plan_grows_with_the_shards_and_not_with_their_square():
     assert CorpusPlan.from_json(large.to_json()).lists == large.lists
 
 
+@pytest.mark.sampled(2)
 def test_files_bytes_and_opens_are_those_of_the_receipts(run_on_a_sample):
     folder, output = run_on_a_sample
     recipe = parse_recipe((folder / "recipe.yaml").read_text())
@@ -280,6 +281,7 @@ def told(argv: list[str], capsys) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.sampled(2)
 def test_the_command(run_on_a_sample, capsys):
     folder, output = run_on_a_sample
     flags = [str(folder / "recipe.yaml"), "--rates", str(output), "--input-tb", "1e-6", "--file-gb", "1e-4"]

@@ -112,6 +112,7 @@ def families(seed: int, families: int = 60) -> list[dict]:
     return [dict(text=text, url=f"u{number}") for number, text in enumerate(texts)]
 
 
+@pytest.mark.sampled(2)
 @needs_rensa
 def test_kept_are_those_of_brute_force(tmp_path):
     documents = families(seed=3)

@@ -49,6 +49,7 @@ def test_a_word_longer_than_a_chunk_is_one(monkeypatch):
     assert words.hashes[1] == words_of("x" * 100).hashes[0] != words_of("x" * 99).hashes[0]
 
 
+@pytest.mark.sampled(2)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 6))
 @settings(deadline=None)
 def test_ngrams_are_equal_where_their_words_are(numbers, n):

@@ -70,6 +70,7 @@ def test_what_has_no_checksums_is_named(here, there, tmp_path):
     assert told[-1].endswith("; without .sums.json there, its size alone was compared")
 
 
+@pytest.mark.sampled(2)
 def test_samples_are_those_of_the_local_files(here, there, tmp_path):
     cache = str(tmp_path / "cache")
     sets = [

@@ -49,6 +49,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_each_switch_in_every_order(name):
     """Of the words for a switch the last one counts, whatever stands before it or between them."""

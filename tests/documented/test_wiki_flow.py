@@ -38,6 +38,7 @@ def shown(byte: int) -> str:
     return chr(byte) if byte in printing else chr(256 + others.index(byte))
 
 
+@pytest.mark.sampled(2)
 def test_as_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     vocabulary = {letter: number for number, letter in enumerate([*map(shown, range(256)), "zz", "<|endoftext|>"])}

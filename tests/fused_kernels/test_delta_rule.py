@@ -51,6 +51,7 @@ def inputs(dtype=torch.float32, s: int = S, speed: float = 1.0) -> list[torch.Te
     return [q, k, v, -rates * F.softplus(torch.randn(s, B, G, R) + 1), torch.randn(s, B, G, R).sigmoid()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 16, 64, 128])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])

@@ -362,6 +362,7 @@ def test_a_fault_that_does_not_repeat_is_told_as_one():
         _pretrain(0, "--train-iters 5", recipe=_poisoned("blocks.1.mlp", [20], forward=NAN, times=1))
 
 
+@pytest.mark.sampled(2)
 def test_steps_that_are_not_finite_can_be_skipped_and_are_counted(tmp_path, capsys):
     """A skipped step leaves no trace: the run goes on as one that has left the step out."""
     bad = _poisoned("blocks.1.mlp", [20, 33], forward=NAN)
@@ -418,6 +419,7 @@ def test_a_spike_rolls_back_and_leaves_out_what_led_to_it(run_ranks, tmp_path):
     assert used and resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 >= max(used) > 5e7
 
 
+@pytest.mark.sampled(2)
 def test_rollbacks_are_limited(tmp_path):
     with pytest.raises(NumericsError, match="0 rollbacks have not helped"):
         _pretrain(0, f"{SPIKY} --save {tmp_path} --on-spike rollback --max-rollbacks 0", recipe=_spike())

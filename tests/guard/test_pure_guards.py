@@ -462,6 +462,7 @@ def _layout(words):
     return p.tensor_model_parallel_size, p.pipeline_model_parallel_size
 
 
+@pytest.mark.sampled(2)
 def test_a_layout_that_no_longer_fits_is_planned_anew():
     job = [
         *JOB,

@@ -33,6 +33,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
     "sampling",
@@ -212,6 +213,7 @@ def test_wrong_settings_are_told_together():
         tool.main(["--load", "x", "--prompt", "y", "--temperature", "-.1", "--top-p", "2", "--tokens-to-generate", "0"])
 
 
+@pytest.mark.sampled(2)
 def test_the_tool(checkpoint, capsys, tmp_path, monkeypatch):
     line = ["--load", str(checkpoint), "--tokens-to-generate", "5", "--device", "cpu", "--precision", "fp32"]
     tool.main([*line, "--prompt", "the cat", "a dog", "--greedy"])

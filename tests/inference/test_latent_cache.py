@@ -48,6 +48,7 @@ def form(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [LATENT, ONE_PRODUCT], ids=["two latents", "one latent"])
 @pytest.mark.parametrize("cut", [1, 5, 17, 31])
 def test_a_text_cut_anywhere_is_the_whole_text(small_gpt, settings, cut, form):

@@ -166,6 +166,7 @@ def test_gradients(kind, family, tmp_path):
         assert_near(found[match.ours].grad[: len(want)], want, match.ours)
 
 
+@pytest.mark.sampled(2)
 @KINDS
 def test_packed_documents_are_each_alone(kind, family):
     """In training and in scores: no state, tap or key crosses a start."""

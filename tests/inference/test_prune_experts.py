@@ -167,6 +167,7 @@ def test_a_pruned_checkpoint_needs_no_base():
     assert weights_alone(pruning.pruned_state(state, smaller)) == wanted
 
 
+@pytest.mark.sampled(2)
 def test_gates_are_on_the_outputs_of_experts(tmp_path):
     weights = weights_of(MIXTURE)
     loaded = load_model(write(tmp_path / "large", MIXTURE, weights))

@@ -53,6 +53,7 @@ def continued(model, prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cuts", [[20], [1] * 20, [7, 1, 1, 11], [1, 19], [3, 3, 3, 11]])
 def test_scores_do_not_depend_on_where_a_text_is_cut(model, cuts):
     """Beside another text, whose tokens are between its own."""
@@ -100,6 +101,7 @@ def test_mixes_are_as_each_text_is_alone(model):
         check_mix(model, requests, wanted, seed)
 
 
+@pytest.mark.sampled(2)
 def test_a_beginning_is_taken_over_with_its_state(model):
     """Of a text that has ended, at the last block whose state was copied; and not after a change of the weights."""
     first, more = prompts(21, 6)

@@ -157,6 +157,7 @@ def test_rows_of_a_rank_have_as_many_zeros_as_if_it_were_alone(run_ranks):
     assert all(length % 2 == 0 for rows in together for length in rows)
 
 
+@pytest.mark.sampled(2)
 def test_the_mode_trains_the_same_model_as_without_it():
     plain = f"{PLAIN} {MODELS['gpt']} --precision fp32 --micro-batch-size 4".split()
     expected = trace(laid_out(parse_pretrain(plain), parse_layout("")), pretrain_gpt.recipe(), 1, 3)

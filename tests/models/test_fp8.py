@@ -559,6 +559,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_to_the_bit_and_either_format_takes_the_others_checkpoint(tmp_path, capsys):
     """Checkpoints have no fp8 numbers, and no scales."""
     run = lambda flags: pretrain_gpt.main(f"{LINE} --train-iters 4 {flags}".split())

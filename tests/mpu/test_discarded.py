@@ -62,6 +62,7 @@ def test_a_reader_may_be_late():
     assert torch.equal(w.grad, x.detach().sin())
 
 
+@pytest.mark.sampled(2)
 def test_it_is_freed_without_a_garbage_collection_and_computed_once():
     runs, held = [], []
 

@@ -148,6 +148,7 @@ def test_zb_v_wastes_next_to_nothing(micros):
             assert v_half.bubble <= report(make_rank_schedules("1f1b", pp, num_microbatches)).bubble + 1e-9
 
 
+@pytest.mark.sampled(2)
 def test_uneven_groups_of_micro_batches_cost_little():
     """Interleaved with a number of micro-batches that is no multiple of the ranks, as Megatron-LM does not have it."""
     for pp in range(2, 9):

@@ -287,6 +287,7 @@ def test_what_keeps_a_micro_batch_from_being_chosen(words, said):
         assert all(part in str(caught.value) for part in said), str(caught.value)
 
 
+@pytest.mark.sampled(2)
 def test_auto_is_no_number_where_nothing_chooses_and_no_search_of_its_own(capsys):
     line = [*TINY, "--micro-batch-size", "auto", "--global-batch-size", "8"]
     with pytest.raises(SettingsError, match="nothing chooses it here; give a number"):
@@ -430,6 +431,7 @@ def test_a_file_that_is_no_plan(plan_file, tmp_path):
             parse_pretrain([*TINY, "--parallel-plan", str(other)])
 
 
+@pytest.mark.sampled(2)
 def test_a_file_of_settings_gives_way_to_a_plan_and_ranks_train_in_it(plan_file, tmp_path, capfd, run_ranks):
     (tmp_path / "run.yaml").write_text("tensor_model_parallel_size: 4\nlr: 2e-3\n")
     line = [*TINY[:-1], "--mock-data", "--config", str(tmp_path / "run.yaml"), "--parallel-plan", str(plan_file)]

@@ -117,6 +117,7 @@ def test_a_run_that_loses_its_memory_says_so_everywhere(tmp_path, monkeypatch):
     assert end["event"] == "end" and failure.what in end["why"]
 
 
+@pytest.mark.sampled(2)
 def test_settings_without_an_estimate_keep_the_plain_message(monkeypatch, large):
     from megatron import entry
 

@@ -234,6 +234,7 @@ def test_the_command(capsys):
     assert "without effect on --mode inference: --lr 0.0001, --save x, --zero-stage 1\n" in said, said
 
 
+@pytest.mark.sampled(2)
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(SettingsError, match=r"(?s)no layout of 1 x 20 GB holds the model.*out of memory by"):
         tool.main([*COMMAND.replace("size 8", "size 1").split(), "--device-memory-gb", "20"])

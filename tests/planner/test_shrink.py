@@ -250,6 +250,7 @@ CHOICES = dict(
 )
 
 
+@pytest.mark.sampled(2)
 @settings(max_examples=60, deadline=None)
 @given(**CHOICES)
 def test_whatever_can_run_has_a_shrunk_job_that_can(tp, pp, dp, zero, schedule, recompute, batch, micro, sp):

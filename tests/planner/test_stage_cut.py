@@ -49,6 +49,7 @@ def test_no_cut_is_faster(pp, schedule, chunks, device, micro):
     assert time_of(found) == min(map(time_of, cuts(9, pp * chunks)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", ["", "--pipeline-schedule zb-h1", "--num-virtual-stages-per-pipeline-rank 2"])
 @pytest.mark.parametrize("micro", [1, 16])
 def test_a_training_is_cut_by_time(micro, more):

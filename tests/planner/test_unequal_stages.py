@@ -37,6 +37,7 @@ def ends(times):
     return max(end for _, end in times.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule, chunks", SCHEDULES)
 @pytest.mark.parametrize("pp, num_microbatches", [(2, 3), (4, 16), (3, 32), (6, 50)])
 def test_spans_of_unequal_stages_are_the_simulators(schedule, chunks, pp, num_microbatches):

@@ -157,6 +157,7 @@ def test_there_are_ten_questions_and_the_readme_leads_to_them():
     assert re.search(r"\]\((docs/[\w.]+)\)", first)[1] == "docs/tutorial.md"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", QUESTIONS, ids=[row[0].rstrip("?") for row in QUESTIONS])
 def test_a_reader_of_the_readme_finds_it_in_three_files(row):
     """README -> a file that the tour names -> one that the tour or that file names; each has what the row says."""

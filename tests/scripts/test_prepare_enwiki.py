@@ -32,6 +32,7 @@ def call(output: Path, *words: str, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.sampled(2)
 def test_from_a_dump_to_tokens_and_again(tmp_path):
     pages = "".join(
         f"<page><title>T{n}</title><ns>0</ns><id>{n}</id><revision><id>9</id><text>{source.replace('<', '&lt;')}</text>"

@@ -263,6 +263,7 @@ def test_parameters_that_ask_for_nothing_may_be_there(client):
     assert client.completions.create(model="toy", prompt="the rain", seed=5, **more).choices[0].text
 
 
+@pytest.mark.sampled(2)
 def test_64_clients_at_a_time_get_their_own_texts():
     """One in four leaves in mid-stream."""
     with served([ToyEngine(max_batch=8, pause=0.001)]) as toy:

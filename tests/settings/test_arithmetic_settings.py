@@ -128,6 +128,7 @@ RECOMPUTED = [  # flags; how often each of four layers' attention, their MLP, an
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flags, attentions, mlps, cores, regions",
     RECOMPUTED,
@@ -164,6 +165,7 @@ def test_what_is_computed_again(flags, attentions, mlps, cores, regions, build, 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flags, fused",
     [

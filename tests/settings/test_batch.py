@@ -76,6 +76,7 @@ def test_a_schedule_is_read_as_megatrons(text, length, phases):
     assert list(schedule_phases(text, length)) == phases
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes, words",
     [

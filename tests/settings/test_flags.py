@@ -615,6 +615,7 @@ def test_docs_are_up_to_date():
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("argv, code", [(["--help"], 0), (["--help-all"], 0), (["--lr", "x"], 2), ([*SHAPE], 3)])
 def test_answers_come_without_torch_or_numpy(argv, code):
     """What takes time is imports: none of the heavy ones happens before the settings are known to work."""

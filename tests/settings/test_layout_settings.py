@@ -299,6 +299,7 @@ def test_a_margin_of_memory(command):
         searched("--memory-margin 1.0")
 
 
+@pytest.mark.sampled(2)
 def test_max_global_batch_size_bounds_what_the_search_takes(command):
     """Larger steps are never slower by the sample, so the largest is taken."""
     chosen = {}

@@ -198,6 +198,7 @@ def host_lists(draw):
     return ",".join(text), expanded
 
 
+@pytest.mark.sampled(2)
 @given(host_lists())
 def test_the_hosts_of_a_list(case):
     nodes, expanded = case

@@ -298,6 +298,7 @@ def test_memory_is_told_beside_what_was_planned(train, command, capsys):
 # ---- profiler --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 def test_profile_of_some_steps_with_shapes_or_without(train, tmp_path):
     flags = f"{SMALL} --train-iters 5 --profile --profile-step-start 2 --profile-step-end 5 --profile-dir"
     for name, more in (("plain", ""), ("detailed", "--profile-detailed")):

@@ -76,6 +76,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_layout_has_one_message(text):
     words = f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {text}"

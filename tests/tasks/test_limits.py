@@ -237,6 +237,7 @@ def test_ranks_with_rows_of_the_same_pairs_add_up_to_one(run_ranks):
 # ---- metrics, labels, patterns ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9))
 @example([(0, 1)])
 @example([(2, 0), (0, 0)])  # a class that is predicted alone

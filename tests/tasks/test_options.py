@@ -286,6 +286,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words, message", SETTINGS.items())
 def test_what_options_do_not_go_with(words, message, given, tmp_path):  # noqa: F811
     toy = Questions(tmp_path / "toy")

@@ -159,6 +159,7 @@ def test_a_folder_for_predictions_is_tried_ahead_of_training(places, capsys):
     assert problem.value.code == 6 and not re.search("iteration +[0-9]+/", capsys.readouterr().out)
 
 
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_with_the_same_task_alone(places, tmp_path):
     other = Toy(tmp_path / "other", regression=True)
     save = tmp_path / "run"
@@ -169,6 +170,7 @@ def test_a_run_goes_on_with_the_same_task_alone(places, tmp_path):
         tune(0, f"--task {other.yaml} --data-path {other.folder} --load {save} {TUNE}")
 
 
+@pytest.mark.sampled(2)
 def test_a_vocabulary_of_the_checkpoints_rows(places, tmp_path):
     """--vocab-size of NullTokenizer is one less than the rows, which state.json has. The advice works."""
     (tmp_path / "run.yaml").write_text("tokenizer_type: NullTokenizer\nvocab_size: 100\n")

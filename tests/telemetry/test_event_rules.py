@@ -74,6 +74,7 @@ def test_slow_steps_do_not_become_the_usual_ones():
     assert [kind for kind, _ in judged(steps(seconds=5.0, count=3400, **slow))] == ["slow_steps"] * 2
 
 
+@pytest.mark.sampled(2)
 def test_a_hiccup_of_tiny_steps_is_no_event():
     slow = {f"at{number}": dict(seconds=0.5) for number in range(2000, 2010)}
     assert judged(steps(seconds=0.01, count=4000, **slow)) == []

@@ -137,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sampled(2)
 def test_a_script_that_goes_by_anothers_name_is_refused(folder):
     (folder / "my_variant.py").write_text(LIGHT)
     shutil.copy(folder / "my_variant.py", folder / "variant_b.py")

@@ -77,6 +77,7 @@ def test_times_that_overlap_count_once():
     assert overview((0.0, 1000.0), [(0, 1000)], []).endswith("computing 100.0%, communicating 0.0%, neither 0.0%")
 
 
+@pytest.mark.sampled(2)
 def test_a_run_that_ends_early_still_writes(tmp_path, capsys):
     pretrain_gpt.main([*TINY.split(), *f"--profile-step-start 5 --save {tmp_path} --profile-detailed".split()])
     assert "profile of iterations 5 to 5" in capsys.readouterr().out

@@ -116,6 +116,7 @@ PUBLISHED = dict(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 @settings(max_examples=400, deadline=None)
 @given(TEXTS)
@@ -124,6 +125,7 @@ def test_our_spelling_of_a_pattern_splits_as_the_published_one(name, text):
     assert pieces == regex.findall(PUBLISHED[name], text) and "".join(pieces) == text
 
 
+@pytest.mark.sampled(2)
 def test_text_that_tiktoken_gives_up_on(byte_level, all_engines, capfd):
     text = " " * 1_200_000 + "a"
     assert np.array_equal(all_engines["tiktoken"](text), all_engines["tokenizers"](text))

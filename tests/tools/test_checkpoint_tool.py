@@ -254,6 +254,7 @@ def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
+@pytest.mark.sampled(2)
 def test_reshard_and_diff_need_little_memory(memory_folder, run_ranks, most_allocated):
     """160 MiB of tensors, one of them 80, pass through memory in parts of 4."""
     one, two, part = memory_folder / "a", memory_folder / "b", 4 << 20

@@ -94,6 +94,7 @@ def made_up(seed: int) -> tuple[list[str], list[str]]:
     return items, texts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_equals_the_slow_filter(tmp_path, monkeypatch, capsys, seed, threads):

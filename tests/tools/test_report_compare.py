@@ -82,6 +82,7 @@ def test_checksums_of_code_that_differ(tmp_path):
     assert "checksum of data.py" not in found
 
 
+@pytest.mark.sampled(2)
 def test_runs_say_whether_they_had_the_same_samples(tmp_path):
     """Runs as they are trained: with another rate, another seed, further validations, without a common one."""
     flags = f"{SIZE} --train-iters 4 --eval-interval 2 --eval-iters 1"

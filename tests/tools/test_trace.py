@@ -194,6 +194,7 @@ def test_a_document_is_a_sample(tmp_path, run_ranks, capsys):
     assert alone[0]["done"] and not planned[0]["done"]
 
 
+@pytest.mark.sampled(2)
 def test_time_round_after_time_round(tmp_path, run_ranks, capsys):
     """--dataloader-type cyclic, with more samples than the data was made for: smaller batches and more steps on resume."""
     prefixes, run, seen = make_files(tmp_path), tmp_path / "run", []

@@ -40,6 +40,7 @@ def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("the same", "stopped"))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("every, compared", [(1, 4), (2, 2)])
 def test_a_run_that_repeats_passes(every, compared, check):
     good, text = check(f"--steps 4 --every {every}", "--hidden-dropout .1")

@@ -177,6 +177,7 @@ def test_a_page_that_takes_too_long_is_set_aside(tmp_path, capsys):
     assert "set aside: Endless: it took too long" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(2)
 def test_the_same_files_for_any_workers_and_what_was_there_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(wikidump, "PIECE", 20_000)
     monkeypatch.setattr(lines, "BLOCK", 5_000)

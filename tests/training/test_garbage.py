@@ -64,6 +64,7 @@ def test_500_steps_with_a_cycle_each_never_hold_more_than_an_interval():
     assert [number for number, count in enumerate(collected, 1) if count] == [1, *range(20, 501, 20)]
 
 
+@pytest.mark.sampled(2)
 def test_nothing_is_collected_between():
     """Python itself would have, with these many allocations."""
     with Collections() as by_itself:

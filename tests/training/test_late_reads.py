@@ -57,6 +57,7 @@ def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
     plain.test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path)
 
 
+@pytest.mark.sampled(2)
 def test_console_lines_and_skipped_spikes_are_those_of_the_plain_loop(tmp_path, capsys):
     plain.test_console_lines_say_what_the_plain_loop_does(tmp_path / "lines", capsys)
     plain.test_steps_that_stand_out_are_skipped(tmp_path / "spikes")

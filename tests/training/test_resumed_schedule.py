@@ -78,6 +78,7 @@ def test_the_flag_of_the_warning_goes_on_as_before(tmp_path, capsys):
     compare(tmp_path, train(Job(**PLAIN | dict(batches=[8] * 12, rate=rate))))
 
 
+@pytest.mark.sampled(2)
 def test_a_run_that_gave_its_length_is_the_run_of_twice_the_steps(tmp_path, capsys):
     """The README's command: to the bit, and without a word."""
     flags = f"{SIZE} --lr 1e-2 --lr-decay-iters 30"

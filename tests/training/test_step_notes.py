@@ -110,6 +110,7 @@ def test_a_shape_of_a_published_name_has_random_weights(tmp_path, capsys):
     assert not any(what in line for line in lines)  # it goes on from a checkpoint
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -143,6 +144,7 @@ def test_more_ranks_than_cores(nodes, quota, words, monkeypatch):
     assert len(found) == (words is not None) and all(words in line for line in found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["", "--pipeline-schedule gpipe"])
 def test_a_long_first_step_and_a_long_evaluation_say_how_far_they_are(schedule, tmp_path, capsys, monkeypatch):
     """By a clock that makes each pass, and each batch of an evaluation, take 7 seconds."""

@@ -38,6 +38,7 @@ def difference(found, wanted, of=("lm loss", "kd loss", "grad_norm")) -> float:
     return max(abs(a[name] / b[name] - 1) for a, b in pairs for name in of)
 
 
+@pytest.mark.sampled(2)
 def test_all_logits_equal_the_teacher(teacher, all_logits, tmp_path):  # noqa: F811
     """With other batches and another seed, which changes the student's initial weights alone."""
     line = f"{LINE} --kd-temperature 2"

@@ -128,6 +128,7 @@ def test_the_loss_falls(tmp_path):
     assert steps[-1]["lm loss"] < 3.5
 
 
+@pytest.mark.sampled(2)
 def test_fp16_skips_overflowing_steps_and_goes_on(tmp_path):
     _pretrain(0, f"--train-iters 30 --fp16 --save {tmp_path} --initial-loss-scale 4294967296 --hysteresis 1")
     steps = _steps(tmp_path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE
 from megatron.model.gpt.gpt_rules import RULES as GPT_RULES
 from megatron.model.kinds.table import rules_of
-from megatron.model.t5.settings import NO_SINKS, refused
+from megatron.model.t5.settings import OF_GPT_ALONE, refused
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, setting
 
@@ -60,21 +60,7 @@ RULES = (
     *refused(
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of masked words hold one text or a pair"
     ),
-    *refused(
-        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar attention_output_gate",
-        "this model's attention does not have it",
-    ),
-    NO_SINKS,
-    *refused(
-        "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio",
-        "each layer of this model is attention and an MLP",
-    ),
-    *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
-    *refused("no_rope_freq", "all layers of this model have the same positions"),
-    *refused(
-        "layer_settings heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
-        "all layers of this model have the same sizes",
-    ),
+    *OF_GPT_ALONE,
     *refused(
         "geglu scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"
     ),

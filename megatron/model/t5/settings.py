@@ -80,9 +80,25 @@ def refused(names: str, why: str) -> tuple[Rule, ...]:
     )
 
 
-NO_SINKS = Rule(
-    lambda s: s.softmax_type != "vanilla",
-    lambda s: f"--softmax-type {s.softmax_type}: this model's attention does not have it; leave it out",
+OF_GPT_ALONE = (  # settings that neither an encoder-decoder nor BERT has
+    *refused(
+        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar attention_output_gate",
+        "this model's attention does not have it",
+    ),
+    Rule(
+        lambda s: s.softmax_type != "vanilla",
+        lambda s: f"--softmax-type {s.softmax_type}: this model's attention does not have it; leave it out",
+    ),
+    *refused(
+        "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio",
+        "each layer of this model is attention and an MLP",
+    ),
+    *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
+    *refused("no_rope_freq", "all layers of this model have the same positions"),
+    *refused(
+        "layer_settings heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
+        "all layers of this model have the same sizes",
+    ),
 )
 DIVISIBLE_TARGET = Rule(
     lambda s: s.sequence_parallel and _target(s) % s.tp,
@@ -139,21 +155,7 @@ RULES = (
     *refused(
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of an encoder-decoder hold one text each"
     ),
-    *refused(
-        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar attention_output_gate",
-        "this model's attention does not have it",
-    ),
-    NO_SINKS,
-    *refused(
-        "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio",
-        "each layer of this model is attention and an MLP",
-    ),
-    *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
-    *refused("no_rope_freq", "all layers of this model have the same positions"),
-    *refused(
-        "layer_settings heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
-        "all layers of this model have the same sizes",
-    ),
+    *OF_GPT_ALONE,
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(
         "scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"

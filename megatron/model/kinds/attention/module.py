@@ -172,7 +172,7 @@ class Attention(nn.Module):
         """
         if self.core is not self._usual_core or torch.is_grad_enabled():
             return None
-        case = replace(self.case(like, 1, 2), scaled_softmax=False)  # of one token at a time
+        case = self.case(like, 1, 2, scaled_softmax=False)  # of one token at a time
         run = choose_kernel("decode_attention", case, self.backend).run
         if run is reference.decode_attention:
             return None
@@ -181,6 +181,7 @@ class Attention(nn.Module):
 
     def case(self, like: torch.Tensor, queries: int, keys: int, **more) -> Case:
         """The case of a call with queries [any, any, g, q, d] `like` these, to choose its kernel. more: fields of `Case`"""
+        more.setdefault("scaled_softmax", self.score_divisor != 1.0 and like.dtype == torch.float16)
         return Case(
             like.device.type,
             like.dtype,
@@ -188,7 +189,6 @@ class Attention(nn.Module):
             keys,
             causal=self.causal,
             grouped=like.shape[3] > 1,
-            scaled_softmax=self.score_divisor != 1.0 and like.dtype == torch.float16,
             softcap=self.softcap is not None,
             window=self.window,
             unfused=self.plain_softmax,
