@@ -88,13 +88,12 @@ class NodeRendezvous:
 
     def _register(self, store) -> bool:
         """Whether this node has its number; False if another process has it for now. Raises SettingsError."""
-        if not self.rank:
-            store.set(f"{KEY}/count", str(self.count))
-        count = int(store.get(f"{KEY}/count"))  # node 0's, which another one that is faster waits for
-        if count != self.count:
-            first = _name(store.get(f"{KEY}/0").decode()) if store.check([f"{KEY}/0"]) else "another node"
+        if not self.rank:  # both in one message: another node may read it before node 0 has its number
+            store.set(f"{KEY}/count", f"{self.count}|{self.own}")
+        count, _, first = store.get(f"{KEY}/count").decode().partition("|")  # another node that is faster waits for it
+        if int(count) != self.count:
             raise SettingsError(
-                f"--nnodes {self.count} on {socket.gethostname()}, and {count} on {first}",
+                f"--nnodes {self.count} on {socket.gethostname()}, and {count} on {_name(first)}",
                 do="start the same command on every node; or another job has this --master-port",
             )
         holder = store.compare_set(f"{KEY}/{self.rank}", "", self.own).decode()

@@ -99,21 +99,29 @@ def test_numbers_of_nodes_that_differ(port):
         assert isinstance(waiting.result()[0], PeerLost)
 
 
-def test_the_first_node_says_how_many_there_are(port, monkeypatch):
-    """Even if another one is faster than it between the start of its store and its own number."""
-    first, other, register = NodeRendezvous("localhost", port, 0, 3, 1.0, print), [], NodeRendezvous._register
+@pytest.mark.parametrize("before", ["set", "compare_set"])
+def test_the_first_node_says_how_many_there_are(before, port, monkeypatch):
+    """Even if another one is faster than it between the start of its store, the count, and its own number."""
+    first, other, make = NodeRendezvous("localhost", port, 0, 3, 1.0, print), [], NodeRendezvous._store
 
-    def late(self, store):
-        if not self.rank:
-            other.append(pool.submit(joined, NodeRendezvous("localhost", port, 1, 2, 20.0, print)))
-            time.sleep(0.5)
-        return register(self, store)
+    class Slow:
+        """The store of node 0, which the other node overtakes before one of its messages"""
 
-    monkeypatch.setattr(NodeRendezvous, "_register", late)
+        def __init__(self, store):
+            self.store = store
+
+        def __getattr__(self, name):
+            if name == before and not other:
+                other.append(pool.submit(joined, NodeRendezvous("localhost", port, 1, 2, 20.0, print)))
+                time.sleep(0.5)
+            return getattr(self.store, name)
+
+    monkeypatch.setattr(NodeRendezvous, "_store", lambda self: make(self) if self.rank else Slow(make(self)))
     with ThreadPoolExecutor(1) as pool:
         assert isinstance(joined(first)[0], PeerLost)
         [error] = other[0].result()
     assert isinstance(error, SettingsError) and error.what.startswith("--nnodes 2 on ")
+    assert f"and 3 on {first.own.partition('|')[0]}" in error.what
 
 
 def test_an_address_that_nobody_knows(port, monkeypatch):
