@@ -14,9 +14,9 @@ from functools import lru_cache, partial
 from typing import Optional
 
 from megatron.model.facts import Facts
-from megatron.model.kinds.experts.library_limits import Sizes, library_problem
 from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
 from megatron.mpu.axis_sizes import ranks_together
+from megatron.mpu.expert_libraries import DispatchSizes, library_problem
 from megatron.mpu.placement import Table
 from megatron.pipeline.schedule import SCHEDULES, TRAINING, v_shaped
 from megatron.planner import memory, speed
@@ -175,7 +175,7 @@ def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str
     hops = inner if space.ranks_per_node else lambda *sizes: 0
     grids = [dict(ep=ep, etp=etp, ep_inner=hops(ep, etp)) for ep in several for etp in parts(ep)]
     backend, width = space.library
-    serves = lambda ep, inner: not library_problem(backend, Sizes(ep, inner, number // ep, width))
+    serves = lambda ep, inner: not library_problem(backend, DispatchSizes(ep, inner, number // ep, width))
     grids = [grid for grid in grids if serves(grid["ep"], grid["ep_inner"])]
     return [grid for grid in grids if _divides(experts, replace(layout, **grid))]
 

@@ -17,11 +17,14 @@ import pretrain_gpt
 from megatron.errors import SettingsError
 from megatron.fused_kernels import TABLE
 from megatron.model.command_line import parse_any
-from megatron.model.kinds.experts import dispatch, expert_rules, libraries, library_limits
+from megatron.model.kinds.experts import dispatch, expert_rules, libraries
 from megatron.model.kinds.experts.libraries import library_dispatcher, library_refusal
-from megatron.model.kinds.experts.library_limits import DEEPEP_RANKS, Sizes, library_problem
-from megatron.mpu import collectives
+from megatron.mpu import collectives, expert_libraries
+from megatron.mpu.expert_libraries import DEEPEP_RANKS, DispatchSizes, library_bytes, library_problem
 from megatron.mpu.mesh import EP_LEVELS, Mesh
+from megatron.planner.device import find
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import step_memory
 from megatron.training import build
 from megatron.training.rules import resolve
 from tests.models import stand_in_deep_ep as stand_in
@@ -49,7 +52,7 @@ def installed(monkeypatch):
 def any_format(installed, monkeypatch):
     """Tokens in fp32, too, so that rounding hides nothing, and of 24 numbers."""
     monkeypatch.setattr(stand_in, "WIDTH", 8)
-    monkeypatch.setitem(library_limits.MULTIPLES, "hybridep", 8)
+    monkeypatch.setitem(expert_libraries.MULTIPLES, "hybridep", 8)
     monkeypatch.setattr(stand_in, "FORMATS", {torch.bfloat16, torch.float32})
     for module in (libraries, expert_rules):
         monkeypatch.setattr(module, "FORMATS", ("bf16", "fp32"))
@@ -193,7 +196,7 @@ def test_a_library_trains_as_the_plain_loop(name, any_format, tmp_path, run_rank
 @pytest.mark.sampled(5)
 def test_a_library_trains_as_hops_do(installed, tmp_path, run_ranks, monkeypatch):
     """In bf16, which the libraries send: DeepEP's sums are those of one hop to the bit, with the kernel that rounds halves
-    to even, as torch's sums do; that of CPUs rounds them up."""
+    to even, as torch's sums do; that of CPUs does not."""
     last = lambda op, case: [entry for entry in TABLE[op] if entry.fits(case)][-1]
     monkeypatch.setattr(dispatch, "choose_kernel", last)
     flags = f"{FAMILIES['plain'].flags} {EP2} {HOPS} 2 --bf16"
@@ -275,9 +278,33 @@ def test_layouts_that_a_library_does_not_serve(words, world, said):
 
 def test_deepep_serves_what_its_tables_have():
     """Every number of ranks on nodes of 8; etp 2 halves those of a node."""
-    served = [ep for ep in range(2, 200) if not library_problem("deepep", Sizes(ep, min(ep, 8), 1, 64))]
-    assert tuple(served) == DEEPEP_RANKS
-    assert library_problem("deepep", Sizes(8, 4, 1, 64))
+    served = [ep for ep in range(2, 200) if not library_problem("deepep", DispatchSizes(ep, min(ep, 8), 1, 64))]
+    assert served == list(DEEPEP_RANKS)
+    assert library_problem("deepep", DispatchSizes(8, 4, 1, 64))
+
+
+def test_the_memory_of_their_buffers():
+    """DeepEP's on 8 ranks: 10 channels, 8 ranks, 256 tokens of 7,168 numbers of 2 bytes, with places for 128 experts. The
+    library rounds up to 128 bytes. HybridEP's: 4,096 tokens of each of 8 ranks, and weights of the 256 experts of a node.
+    """
+    v3 = DispatchSizes(8, 8, 32, 7168)
+    assert library_bytes("deepep", None, v3, 4096) == 10 * 8 * (256 * (14336 + 8 + 2048) + 4 * 5) == 335_709_760
+    assert library_bytes("deepep", 10, v3, 4096) == 335_709_760 // 2
+    assert library_bytes("hybridep", None, v3, 4096) == 32768 * (14336 + 4 * 256 + 4 * 56) == 510_656_512
+    far = DispatchSizes(64, 8, 4, 7168)
+    between = 2 * 10 * 8 * (128 * (14336 + 8 + 2048 + 16) + 4 * 18)
+    assert library_bytes("deepep", None, far, 1) == 10 * 8 * (288 * 16392 + 4 * 19) + between
+
+
+def test_a_plan_counts_the_buffer():
+    found = []
+    for words in ("", "--moe-flex-dispatcher-backend deepep"):
+        config = settings(f"--dry-run --world-size 8 {words}")
+        layout, facts = Layout.of(config, 8), pretrain_gpt.facts(config, 128)
+        job = Job.of(config, facts, dp=8, device="cuda")
+        found.append(step_memory(job, layout, find("H100-80GB"), 0)[0]["communication buffers"])
+    # One group less: of the ranks of a node, which is that of ep.
+    assert found[1] - found[0] == library_bytes("deepep", None, DispatchSizes(8, 8, 6, 64), 16)
 
 
 def test_a_library_that_is_not_installed(monkeypatch):

@@ -3,10 +3,10 @@
 
 from types import SimpleNamespace
 
-from megatron.model.kinds.experts.library_limits import FORMATS, LEAVE_OUT, Sizes, library_problem
 from megatron.model.kinds.experts.parts import known_ways, parts_of
 from megatron.model.kinds.experts.settings import SYMBOL
 from megatron.mpu.axis_sizes import ep_levels, ep_library
+from megatron.mpu.expert_libraries import FORMATS, LEAVE_OUT, DispatchSizes, library_problem
 from megatron.settings.rank_env import ranks
 from megatron.settings.rules import Rule, divisors, either, said
 
@@ -86,7 +86,7 @@ def _library_problem(s: SimpleNamespace) -> str:
         return f"tokens are sent in {' or '.join(FORMATS)}; --bf16, and not --amp-level O1"
     inner, outer = ep_levels(p, s.local_world_size or ranks().local_world_size or 8)
     ep = inner * outer
-    return library_problem(backend, Sizes(ep, inner, s.num_experts // ep, model.expert_hidden_size))
+    return library_problem(backend, DispatchSizes(ep, inner, s.num_experts // ep, model.expert_hidden_size))
 
 
 RULES = (

@@ -21,8 +21,8 @@ import torch
 from megatron.errors import SettingsError
 from megatron.model.kinds.experts.dispatch import Counts, Dispatcher
 from megatron.model.kinds.experts.grouped import Rows
-from megatron.model.kinds.experts.library_limits import FORMATS, LEAVE_OUT, LIBRARIES
 from megatron.mpu import collectives, mappings
+from megatron.mpu.expert_libraries import FORMATS, LEAVE_OUT, LIBRARIES
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.transfer import to_device
 
