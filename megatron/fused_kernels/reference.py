@@ -317,6 +317,8 @@ def _softmax_of_blocks(logits: torch.Tensor, target: torch.Tensor, number: int, 
     largest.masked_fill_(largest == float("-inf"), 0.0)  # of a block of padding
     powers = blocks.sub_(largest).exp_()
     log_sum, target = join(powers.sum(2).log_().add_(largest.squeeze(2)), target)
-    if wanted:  # in fp64, as kernels round the last elements of a tensor otherwise than those that fill vector registers
+    if (
+        wanted
+    ):  # in fp64, as kernels round the last elements of a tensor otherwise than those that fill vector registers
         powers.mul_((largest - log_sum.unsqueeze(2)).double().exp_().float())
     return log_sum, target, logits
