@@ -307,7 +307,7 @@ def cross_entropy(
     return (log_sum - target).squeeze(1), log_sum.squeeze(1)
 
 
-def _softmax_of_blocks(logits: torch.Tensor, target: torch.Tensor, number: int, join: Callable, wanted: bool):
+def _softmax_of_blocks(logits: torch.Tensor, target: torch.Tensor, number: int, join: Callable, wanted: bool) -> tuple:
     """What `join` returns, and, if wanted, softmax of fp32 logits [c, v/tp], overwritten, by sums of `number` blocks.
 
     The first is `torch.logsumexp` to the bit. A block's numbers above its largest are used for both, as exp takes long.
@@ -317,8 +317,6 @@ def _softmax_of_blocks(logits: torch.Tensor, target: torch.Tensor, number: int, 
     largest.masked_fill_(largest == float("-inf"), 0.0)  # of a block of padding
     powers = blocks.sub_(largest).exp_()
     log_sum, target = join(powers.sum(2).log_().add_(largest.squeeze(2)), target)
-    if (
-        wanted
-    ):  # in fp64, as kernels round the last elements of a tensor otherwise than those that fill vector registers
+    if wanted:  # in fp64: kernels round the last elements of a tensor, that fill no vector register, otherwise
         powers.mul_((largest - log_sum.unsqueeze(2)).double().exp_().float())
     return log_sum, target, logits
