@@ -95,5 +95,6 @@ def resume_command(checkpoint: Checkpoint) -> str:
         try:
             words = resumed(words, checkpoint.save, (checkpoint.save_mirror, checkpoint.save_copy))
         except SettingsError:  # a training script of an unknown name
-            words = [*words, "--load", checkpoint.save]
+            begun = ["--finetune", "false", "--use-checkpoint-args"] if checkpoint.finetune else []
+            words = [*words, "--load", checkpoint.save, *begun]
     return shlex.join(words)
