@@ -39,8 +39,8 @@ def script_at(words: list[str], tool: str = "supervise") -> int:
 
     tool: that reads the command, for the error
 
-    >>> [script_at(f"python {words}".split()) for words in ("-m pretrain_gpt --lr 1", "-m megatron.tools.launch -m finetune")]
-    [2, 4]
+    >>> script_at("python -m pretrain_gpt --lr 1".split()), script_at("python -m megatron.tools.launch -m finetune".split())
+    (2, 4)
     """
     named = list(zip(["", *words], words))  # (the word before, a word)
     for number, (before, word) in enumerate(named):
