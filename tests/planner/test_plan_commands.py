@@ -184,7 +184,6 @@ def test_memory_from_the_environment(monkeypatch, capsys):
     [
         ("--task-type BERT", UsageError),
         ("--device-name abacus", UsageError),
-        ("", SettingsError),
         ("--rampup-batch-size 8 8 100", SettingsError),
         ("--step-batch-size-schedule 0:8", SettingsError),
     ],
