@@ -369,7 +369,9 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
 
 def _resuming(settings: schema.Checkpoint, folder: str) -> str:
     """The words with which the same command resumes the run of a folder. Its shape may come from where it began."""
-    begun = " --finetune false --use-checkpoint-args, after the words of this command," * settings.finetune
+    begun = " --finetune false --use-checkpoint-args, after the words of this command," * (
+        settings.finetune and not settings.pretrained_checkpoint
+    )
     return f"--load {folder}{begun}"
 
 
