@@ -88,7 +88,7 @@ def pretrained_record(start: str, save: Optional[str]) -> dict[str, Any]:
     record = checkpoint_record(start)
     if record is None:
         found = "" if location(start).is_dir() else "there is no such folder"
-        do = "files of Paddle (.pdparams) are not read: give a folder that pretrain_gpt.py saved, or from-hf wrote"
+        do = "files of Paddle (.pdparams) are not read: give a folder that a training saved, or from-hf wrote"
         raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found or None, do)
     refuse_same(start, save)
     return record
@@ -105,10 +105,14 @@ def refuse_same(start: Optional[str], save: Optional[str]) -> None:
 
 
 def from_pretrained(config: Config) -> Config:
-    """The settings with --pretrained-checkpoint as --load, while there is no checkpoint to resume from."""
+    """The settings with --pretrained-checkpoint as --load, while there is no checkpoint to resume from.
+
+    Raises as `pretrained_record` does.
+    """
     settings = config.checkpoint
-    if settings.load is None or found_record(settings.load, settings.ckpt_step) is not None:
+    if settings.load is not None and found_record(settings.load, settings.ckpt_step) is not None:
         return config
+    pretrained_record(settings.pretrained_checkpoint, settings.save)
     return config.derive("--pretrained-checkpoint", load=settings.pretrained_checkpoint)
 
 

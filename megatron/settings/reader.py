@@ -347,8 +347,16 @@ class SettingsReader:
         if folder is None or not (asked or lacks_shape and (start is not None or values.get("finetune"))):
             return
         # Imported here: it needs packages that may be missing, which `run_main` reports.
-        from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
+        from megatron.settings.from_checkpoint import (
+            Damaged,
+            pretrained_record,
+            saved_record,
+            settings_of_shape,
+            shape_of,
+        )
 
+        if lacks_shape and folder == start:
+            pretrained_record(start, values.get("save"))
         by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
         source = "--pretrained-checkpoint" if start is not None else "--finetune"
         origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else source
@@ -376,11 +384,10 @@ class SettingsReader:
 
     def _begins_with(self, start: str, values: Mapping[str, Any]) -> bool:
         """Whether a run begins with `--pretrained-checkpoint`, as --load has nothing to resume from; says so then."""
-        from megatron.settings.from_checkpoint import checkpoint_record, pretrained_record
+        from megatron.settings.from_checkpoint import checkpoint_record
 
         if checkpoint_record(values.get("load"), values.get("ckpt_step")) is not None:
             return False
-        pretrained_record(start, values.get("save"))
         begun = dict(finetune=True) | ({} if "load" in values else dict(load=start))
         self.say(begun, SaidBy.PRESET, "--pretrained-checkpoint")
         return True
