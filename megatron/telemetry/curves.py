@@ -6,7 +6,6 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-
 LAST_STEPS = 16  # in the mean that stands for the training loss of a run, in tables and, at first, in curves
 
 

@@ -232,11 +232,7 @@ def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
     """Record the damaged checkpoints that were passed over or repaired, if any. iteration: of the one that was loaded."""
     for path, files in restored.repaired:
         events.record(
-            "repaired_checkpoint",
-            rebuilt(path, files),
-            iteration=iteration,
-            checkpoint=str(path),
-            files=files,
+            "repaired_checkpoint", rebuilt(path, files), iteration=iteration, checkpoint=str(path), files=files
         )
     for path, notice in restored.damaged:
         events.record(

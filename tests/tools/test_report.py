@@ -318,7 +318,8 @@ def test_a_figure_that_a_page_shows_twice_is_one_figure(steps, last, tmp_path):
     losses = [2 + 5 / n for n in range(1, steps + 1) if n != 7]  # which is not finite
     mean = sum(losses[-last:]) / last
     assert loss["steps"]["means"]["16"][-1] == pytest.approx(mean, rel=1e-4)
-    assert 2 ** int(re.search(r"SMOOTHING = (\d+)", page)[1]) == LAST_STEPS == 16  # so this mean is the first that it draws
+    at_first = re.search(r"SMOOTHING = (\d+)", page)  # of the mean that the page draws, as a power of 2
+    assert 2 ** int(at_first[1]) == LAST_STEPS == 16
     assert f"|{mean:.3f}||training loss||mean of the last {last} steps; " in text
     assert loss["validation"]["y"] == pytest.approx([6.9214])
     assert "|1,013.7||perplexity||of validation during training, at iteration" in text  # exp(6.9214)

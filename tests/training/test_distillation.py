@@ -31,9 +31,9 @@ from megatron.planner import layout as plans
 from megatron.planner.device import cpu
 from megatron.planner.memory import NO_DEVICE, state, step_memory
 from megatron.planner.parameters import rank_units
-from megatron.telemetry.events import EventLog
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.speed import Cluster, end_costs
+from megatron.telemetry.events import EventLog
 from megatron.tools import checkpoint
 from megatron.training import build
 from megatron.training.distillation import Teacher
