@@ -154,7 +154,7 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
         task=("finetune.py", {**GROUPS, **finetune_start.groups()}),
         generate=("-m megatron.tools.generate", dict(one=generate.GenerateOptions, two=Sampling, three=Search)),
         evaluate=("-m megatron.tools.evaluate", dict(one=evaluate.EvaluateOptions)),
-        export=("-m megatron.tools.export", dict(one=export.ExportOptions)),
+        export=("-m megatron.tools.export", dict(one=export.ExportOptions, two=Sampling, three=Search)),
     )[purpose]
 
 
