@@ -74,7 +74,7 @@ def test_words_after_a_file_are_applied_and_its_own_switches_are_read(translated
     code, text, _ = translated("fleetx tiny.yaml --format yaml")
     assert code == 0 and "hidden_size: 16 " in text and "FLAGS" not in text
     code, text, _ = translated("paddlenlp run.sh --strict", run=f"{TRAIN} --max_lr 1e-3 --nothing 1\n")
-    assert code == 3 and "--lr 1e-3 " in text and "--strict" not in text
+    assert code == 2 and "--lr 1e-3 " in text and "--strict" not in text
     code, text, _ = translated(f'paddlenlp "{TRAIN} --max_lr 1e-3" --format=yaml')
     assert code == 0 and "lr: 1e-3" in text
 
@@ -270,7 +270,7 @@ ALL = "Engine: {logging_freq: 3, eval_freq: 4, eval_iters: 5, mix_precision: {sc
 def test_an_empty_section_is_named(translated, capsys):
     Path("child.yaml").write_text("_base_: tiny.yaml\nModel:\n")
     told = "child.yaml:2: Model is empty, and leaves out what its base says: num_layers, hidden_size"
-    assert told.replace("Model is", "Model: is") in translated("fleetx child.yaml")[1]
+    assert told in translated("fleetx child.yaml")[1]
     parse_pretrain(
         ["-c", "child.yaml", "-o", "Model.num_layers=2", "-o", "Model.hidden_size=8", "--num-attention-heads=2"]
     )

@@ -55,6 +55,7 @@ def translate_entries(entries: Entries, purpose: str = "train", compared: bool =
     for key, one in out.emptied.items():
         if one.where and not owners_of(key) and re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key) not in PARTS:
             out.problems.append((one, f"is no known key{did_you_mean(key, KNOWN, 0.8)}"))
+            out.unknown.add(key)
     if another:  # report nothing else about a file for another command
         out.notes, out.problems = [], another
     return out
@@ -70,6 +71,7 @@ def _single(out: Translated, key: str) -> None:
     """Translate a key on its own, or note that this command does not use it."""
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
+        out.unknown.add(key)
         return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
     if out.compared and key in SHAPE:
         table = TABLES["train"]
