@@ -24,7 +24,7 @@ from megatron.settings.dialects.nemo2 import NEMO2
 from megatron.settings.dialects.recipes import RecipeRuns
 from megatron.settings.dialects.runs import DIALECTS, is_source, translations
 from megatron.settings.dialects.shell import LITERAL, quoted, read_words
-from megatron.settings.dialects.start import TranslatedRun, Untranslated, WithoutFile, as_is, place_of
+from megatron.settings.dialects.start import TranslatedRun, Untranslated, WithoutFile, as_is, place_of, ranks_note
 from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting
 from megatron.settings.dialects.translate import HELD_BY_SHELL, back, spellings
 from megatron.settings.parse import parse
@@ -175,7 +175,9 @@ def lines_of(run: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     as_row = (lambda line: as_yaml(line, run.known)) if form == "yaml" else as_flag
     rows = [(as_row(line), comment(line, dialect, commented)) for line in run.found.lines]
     kept = [(as_flag(line), comment(line, dialect, commented)) for line in run.found.kept]
-    head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in run.notes]
+    head = [f"# from {dialect.title}, by megatron.tools.translate"] + [
+        f"# {note}" for note in (*ranks_note(run), *run.notes)
+    ]
     if run.found.unknown:
         head += ["# unknown, and left out:", *(f"#   {place_and_why(*one)}" for one in run.found.unknown)]
     behind = map(as_is, run.behind)

@@ -770,6 +770,38 @@ def test_a_misspelled_setting_is_an_error(suite, words, wanted, capsys):
     assert left.value.code == 2 and wanted in told and wanted in out.partition("FLAGS=")[0]
 
 
+NLP, DS = "run_pretrain.py --mp_degree 4 --pp_degree 4", "pretrain_gpt.py --tensor-model-parallel-size 4"
+NEMO2 = "nemo llm pretrain --factory"
+RANKS = [  # started, needed, by hand; None: nothing is said
+    ("paddlenlp", f"python -m paddle.distributed.launch --gpus 0,1,2,3,4,5,6,7 {NLP}", 8, "16 or a multiple"),
+    (
+        "paddlenlp",
+        f"python -m paddle.distributed.launch --nnodes 2 --master a:1 --gpus 0,1,2,3,4,5,6,7 {NLP}",
+        16,
+        None,
+    ),
+    ("paddlenlp", f"python -m paddle.distributed.launch --nnodes 2 --gpus 0,1,2,3 {NLP} --dp_degree 2", 8, "32 "),
+    ("paddlenlp", f"python -m paddle.distributed.launch --gpus $GPUS {NLP}", 0, None),
+    ("paddlenlp", f"fleetrun --gpus 0,1 {NLP.replace(' 4', ' 1')} --sharding_degree 4", 2, "4 or a multiple"),
+    ("paddlenlp", "python run_pretrain.py --mp_degree 2", 1, "2 or a multiple"),
+    ("megatron-deepspeed", f"deepspeed --num_nodes 1 --num_gpus 2 {DS}", 2, "4 or a multiple"),
+    ("megatron-deepspeed", f"torchrun --nproc_per_node=8 {DS}", 8, None),
+    ("megatron-deepspeed", f"torchrun --nproc_per_node=6 {DS}", 6, "4 or a multiple"),
+    ("nemo", f"{NEMO2} llama3_70b", 8, "32 or a multiple"),
+    ("nemo", f"{NEMO2} llama3_70b(num_nodes=4)", 32, None),
+]
+
+
+@pytest.mark.parametrize("suite, words, here, wanted", RANKS)
+def test_a_launch_of_other_ranks_than_the_layout_needs_is_named(suite, words, here, wanted, capsys):
+    words = words.split() if suite == "nemo" else [words]
+    told = [line for line in printed(capsys, "--from", suite, *words).splitlines() if "this layout needs" in line]
+    if wanted is None:
+        assert told == []
+    else:
+        assert re.match(f"# {here} ranks? starts? here, and this layout needs {wanted}", told[0]), told
+
+
 # Round trips ----------------------------------------------------------------------------------------------------------
 
 
