@@ -175,9 +175,8 @@ def lines_of(run: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     as_row = (lambda line: as_yaml(line, run.known)) if form == "yaml" else as_flag
     rows = [(as_row(line), comment(line, dialect, commented)) for line in run.found.lines]
     kept = [(as_flag(line), comment(line, dialect, commented)) for line in run.found.kept]
-    head = [f"# from {dialect.title}, by megatron.tools.translate"] + [
-        f"# {note}" for note in (*ranks_note(run), *run.notes)
-    ]
+    head = [f"# from {dialect.title}, by megatron.tools.translate"]
+    head += [f"# {note}" for note in (*ranks_note(run), *run.notes)]
     if run.found.unknown:
         head += ["# unknown, and left out:", *(f"#   {place_and_why(*one)}" for one in run.found.unknown)]
     behind = map(as_is, run.behind)

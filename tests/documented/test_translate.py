@@ -755,7 +755,7 @@ def test_what_has_no_equivalent_is_said_with_what_there_is(capsys, tmp_path):
         ),
         ("paddlenlp", "python run_pretrain.py --max_lr 1e-4 --micro_bach_size 3", "--micro_bach_size 3: no flag"),
         ("megatron-deepspeed", "python pretrain_gpt.py --zero-stag 1", "--zero-stag 1: no flag"),
-        ("nanogpt", "python train.py --batch_sise=3", "no key that is known of nanoGPT; did you mean --batch_size"),
+        ("nanogpt", "python train.py --batch_sise=3", "no key that is known of nanoGPT; did you mean batch_size"),
         ("nemo", "nemo llm pretrain --factory llama3_8b trainer.max_step=3", "did you mean trainer.max_steps"),
         ("megatron-bridge", "python run_recipe.py --recipe llama32_1b_pretrain_config --foo 3", "--foo: no flag"),
         ("hf-trainer", "python run_clm.py --learning_rat 3", "did you mean learning_rate"),

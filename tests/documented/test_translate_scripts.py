@@ -255,9 +255,19 @@ def test_fleetxs_defaults_are_lines_and_a_note(translated, capsys):
     words = started(translated("fleetx tiny.yaml")[1])
     told = {"--log-interval": "1", "--eval-iters": "0", "--initial-loss-scale": "32768"}
     assert {flag: value(words, flag) for flag in told} == told and value(words, "--train-iters") == "3"
-    parse_pretrain(["-c", "tiny.yaml", "--log-interval", "7"])
+    said = parse_pretrain(["-c", "tiny.yaml", "--log-interval", "7"])
     err = capsys.readouterr().err
-    assert "PaddleFleetX's defaults, where this suite has others: --eval-iters 0, --initial-loss-scale 32768 (" in err
+    assert "PaddleFleetX's defaults, where the file says nothing: --eval-iters 0, --initial-loss-scale 32768\n" in err
+    assert (said.logging.log_interval, said.batch.eval_iters) == (7, 0)
+    taken = parse_pretrain(["-c", "tiny.yaml"])
+    assert (taken.logging.log_interval, taken.batch.eval_iters, taken.precision.initial_loss_scale) == (1, 0, 32768)
+    Path("engine.yaml").write_text(
+        "Model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}\nEngine: {verbose: 1}\n"
+    )
+    taken = parse_pretrain(["-c", "engine.yaml"])
+    assert (taken.batch.train_iters, taken.batch.eval_iters) == (500000, 0)
+    asked = parse_pretrain(["-c", "engine.yaml", "--train-samples", "50", "--eval-interval", "9"]).batch
+    assert (asked.train_iters, asked.eval_interval, asked.eval_iters) == (None, 9, 100)  # asked for in our own words
     Path("all.yaml").write_text(f"_base_: tiny.yaml\n{ALL}")
     assert not any(f"{flag} {word}  " in translated("fleetx all.yaml")[1] for flag, word in told.items())
     parse_pretrain(["-c", "all.yaml"])

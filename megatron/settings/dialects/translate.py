@@ -142,7 +142,9 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     elif here := next((text for keys, text in dialect.nearby.items() if source.key.lstrip("-") in keys.split()), ""):
         out.lost.append((source, here))
     else:
-        nearest = (did_you_mean(key, dialect.keys(), 0.8) for key in (source.key, source.key.lstrip("-")))
+        nearest = (
+            did_you_mean(key, [*dialect.keys(), *dialect.computed], 0.8) for key in (source.key, source.key.lstrip("-"))
+        )
         near = next(filter(None, nearest), "")
         out.unknown.append((source, f"no key that is known of {dialect.title}{near}"))
 
