@@ -111,6 +111,15 @@ def problems(s: SimpleNamespace) -> list[str]:
     ]
 
 
+def refusal(config: Config, world: int) -> str:
+    """What of these settings the mode does not cover, in a layout of so many ranks, in a few words; or ""."""
+    s = record(config, world)
+    found = [said(s, name) for name in uncovered(s)]
+    found += [f"{s.dp} data parallel ranks"] if s.dp & (s.dp - 1) else []
+    found += not_divided(s) if s.tp > 1 and not found else []
+    return f"--batch-invariant-mode does not cover {' and '.join(found)}" if found else ""
+
+
 def not_divided(s: SimpleNamespace) -> list[str]:
     """What of a model has sums that tensor parallel ranks cannot divide in one order."""
     found = [f"{s.tp} ranks: blocks are divided by 2, 4 or 8"] if s.tp not in (2, 4, 8) else []
