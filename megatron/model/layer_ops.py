@@ -358,7 +358,8 @@ class Residual:
             **self._learned(layer),
         )
         copied = self.copied if learns else replace(self.copied, overlapped=())  # the input is not gathered again
-        ops = *rounding, replace(copied, again=again), self._in_fp8(product, layer, self.elements)
+        exchanged = self.over_tokens(outputs * times, self.h) if learns else ()
+        ops = *rounding, replace(copied, again=again), self._in_fp8(product, layer, self.elements), *exchanged
         masks = self.share.mask_bytes(layer, self.tokens * self.h) if self.share.sp else 0
         if not masks:
             return ops
@@ -401,7 +402,8 @@ class Residual:
             again=again,
             **self._learned(layer),
         )
-        return *self._rounding(name, elements, given, again, layer), self._in_fp8(product, layer, elements), self.summed
+        rounding, exchanged = self._rounding(name, elements, given, again, layer), self.over_tokens(inputs, self.h)
+        return *rounding, self._in_fp8(product, layer, elements), *(exchanged if learns else ()), self.summed
 
     def product_of_experts(
         self, layer: str, rows: int, each: float, inputs: int, outputs: int, times: int, again: tuple[str, ...] = ()
@@ -476,6 +478,19 @@ class Residual:
         kept = elements * (m.activation_quantize_type != OF_TOKENS) + given * clips
         return (Kernel(name, kept=kept, reads=clips, again=again, **sizes),)
 
+    def over_tokens(self, cut: int, whole: int) -> tuple[Collective, ...]:
+        """What context parallel ranks send for a weight's gradient (`mpu/ordered_tokens.py`): some columns of one factor, of
+        all tokens, and the other factor.
+        """
+        if not self.share.ordered or self.share.cp == 1:
+            return ()
+        e, cp = self.share.element * self.tokens, self.share.cp
+        name = "sums over tokens"
+        return (
+            Collective(name, "cp", cp, e * cut, back=("all_to_all",)),
+            Collective(name, "cp", cp, e * cp * whole, back=("all_gather",)),
+        )
+
     def in_blocks(self, inner: int) -> int:
         """Bytes of a product [tokens, h] as a sum over blocks of an inner dim (--batch-invariant-mode): the products of
         blocks, and the blocks of both factors.
@@ -483,7 +498,8 @@ class Residual:
         if not self.share.ordered or self.share.tp >= BLOCKS:
             return 0
         products = BLOCKS // self.share.tp * self.tokens * self.h
-        return self.share.element * (products + inner * (self.tokens + self.h))
+        exchanged = 2 * self.tokens * (self.share.cp * self.h + inner) * (self.share.cp > 1)  # arrived, and in order
+        return self.share.element * (products + inner * (self.tokens + self.h) + exchanged)
 
     def _weight_workspace(self, layer: str, elements: int) -> int:
         """Bytes of the masked, and of the rounded weight in the backward pass, and of torch's mask of what it clips; of two

@@ -106,15 +106,26 @@ def calls_of(ops: list[LayerOp], modules: Sequence[str]) -> Iterator[tuple[Colle
 
 
 def _sums_over_tokens(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    """--batch-invariant-mode sums gradients over the tokens of a sample in each pass, if ranks of tp have parts of them."""
-    slots = [slot for unit in rank_units(job, layout, rank) for slot in unit.slots]
-    slots = [slot for slot in slots if "tp" in slot.partial and not slot.decay]  # norms and biases
-    number = layout.num_microbatches(job)
-    return [
-        Transfer(
-            "sums over tokens", "all_reduce", "tp", 4 * number * sum(slot.size for slot in slots), number * len(slots)
-        )
-    ]
+    """--batch-invariant-mode sums gradients over the tokens of a sample in each pass, of which ranks of tp and cp have parts:
+    those of norms and biases in `BLOCKS` blocks, and those of tables over whole samples (`mpu/ordered_tokens.py`).
+    """
+    name, number, cp, share = "sums over tokens", layout.num_microbatches(job), layout.cp, layout.rank_setup(job)
+    slots = [slot for unit in rank_units(job, layout, rank) for slot in unit.slots if not slot.decay]
+    cut = [slot for slot in slots if "tp" in slot.partial]
+    found = [Transfer(name, "all_gather", "tp", 4 * number * BLOCKS // cp * sum(slot.size for slot in cut), len(cut))]
+    if cp == 1:
+        return found
+    found.append(Transfer(name, "all_gather", "cp", 4 * number * BLOCKS * sum(slot.size for slot in slots), len(slots)))
+    stages, facts, calls = layout.pipeline(job.facts.num_layers).stages, job.facts, []
+    if stages[0][0] == rank:  # gradients of the embedding, and tokens
+        n = facts.embedded_tokens(share)
+        calls += [("all_to_all", n * facts.settings.hidden_size * share.element), ("all_gather", 8 * n * cp)]
+    if stages[-1][0] == rank:
+        n = facts.loss_tokens(share)
+        states = Residual(facts.settings, share, n)
+        calls += [("all_gather", 4 * n * cp)] * 2  # of losses, and of z-losses
+        calls += [(op.back[0], op.size) for op in states.over_tokens(facts.vocabulary_rows(share.tp), states.h)]
+    return found + [Transfer(name, op, "cp", number * size, number) for op, size in calls]
 
 
 def _of_loss(job: Job, layout: Layout, rank: int) -> list[Transfer]:

@@ -38,7 +38,7 @@ MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 ADAPTERS = "--lora-rank 4 --train-only *.lora_* embedding.word.*"
 AHEAD = "--mtp-num-layers 2"
-ORDERED = "--batch-invariant-mode"
+ORDERED, LONGER = "--batch-invariant-mode", "--seq-length 128 --hidden-size 64"
 CASES = [
     ("", AHEAD),
     ("tp2", f"{AHEAD} --recompute-granularity full"),
@@ -158,6 +158,9 @@ CASES = [
     ("tp2-pp2-zbv", f"{ORDERED} --bf16"),
     ("pp2-dp2-zero1-zbh1", ORDERED),
     ("pp2-dp2-zero2-zbv", f"{ORDERED} --bf16"),
+    ("cp2a2a", f"{ORDERED} {LONGER} --bf16"),
+    ("tp2sp-cp2a2a-zero3", f"{ORDERED} {LONGER} {PLAIN}"),
+    ("pp2-cp2a2a-zero1-zbh1", f"{ORDERED} {LONGER} --swiglu --untie-embeddings-and-output-weights"),
 ]
 
 
