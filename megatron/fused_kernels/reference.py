@@ -282,20 +282,18 @@ def cross_entropy(
     target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0).mul_(part.label)  # [c, 1]
     if part.everywhere:
         target += logits[:, : part.real].sum(1, keepdim=True) * part.everywhere
-    if out is None or join:
-        if part.blocks:
-            log_sum = torch.logsumexp(logits.unflatten(1, (part.blocks, -1)), 2)
-        else:
-            log_sum = torch.logsumexp(logits, 1, keepdim=True)
+    if part.blocks:
+        log_sum, target, probabilities = _softmax_of_blocks(logits, target, part.blocks, join, out is not None)
+    elif out is None or join:
+        log_sum = torch.logsumexp(logits, 1, keepdim=True)
         log_sum, target = join(log_sum, target) if join else (log_sum, target)
-    if out is None:
-        return (log_sum - target).squeeze(1), log_sum.squeeze(1)
-    if join:
-        probabilities = logits.sub_(log_sum).exp_()
+        probabilities = None if out is None else logits.sub_(log_sum).exp_()
     else:  # one pass; the sum follows from the largest probability, which is far from underflow
         largest = logits.amax(1, keepdim=True)
         probabilities = torch.softmax(logits, 1)
         log_sum = largest - probabilities.amax(1, keepdim=True).log()
+    if out is None:
+        return (log_sum - target).squeeze(1), log_sum.squeeze(1)
     if part.z_loss:
         probabilities.mul_(1.0 + 2.0 * part.z_loss * log_sum)
     if part.everywhere:
@@ -307,3 +305,18 @@ def cross_entropy(
         probabilities.mul_(scale.unsqueeze(1))
     out.copy_(probabilities)
     return (log_sum - target).squeeze(1), log_sum.squeeze(1)
+
+
+def _softmax_of_blocks(logits: torch.Tensor, target: torch.Tensor, number: int, join: Callable, wanted: bool) -> tuple:
+    """What `join` returns, and, if wanted, softmax of fp32 logits [c, v/tp], overwritten, by sums of `number` blocks.
+
+    The first is `torch.logsumexp` to the bit. A block's numbers above its largest are used for both, as exp takes long.
+    """
+    blocks = logits.unflatten(1, (number, -1))
+    largest = blocks.amax(2, keepdim=True)
+    largest.masked_fill_(largest == float("-inf"), 0.0)  # of a block of padding
+    powers = blocks.sub_(largest).exp_()
+    log_sum, target = join(powers.sum(2).log_().add_(largest.squeeze(2)), target)
+    if wanted:  # in fp64: kernels round the last elements of a tensor, that fill no vector register, otherwise
+        powers.mul_((largest - log_sum.unsqueeze(2)).double().exp_().float())
+    return log_sum, target, logits

@@ -557,8 +557,10 @@ class Facts:
         return of_block + 2 * 4 * product
 
     def _chunks(self, share: RankSetup) -> LossChunks:
-        chunks = LossChunks.of(self.vocabulary_rows(share.tp), share.element, share.device, share.chunk)
-        return chunks._replace(block=self.loss_tokens(share)) if share.ordered else chunks
+        rows, sizes = self.vocabulary_rows(share.tp), (share.element, share.device, share.chunk)
+        if share.ordered:
+            return LossChunks.ordered(self.loss_tokens(share), rows, share.tp, *sizes)
+        return LossChunks.of(rows, *sizes)
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 

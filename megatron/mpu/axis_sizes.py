@@ -77,6 +77,17 @@ def ep_levels(parallel, local_size: int) -> Optional[tuple[int, int]]:
     return inner, ep // inner
 
 
+def ep_library(parallel) -> Optional[tuple[str, Optional[int]]]:
+    """The library of --moe-flex-dispatcher-backend and its multiprocessors (None: its default); None: no library."""
+    return None if parallel.expert_model_parallel_size == 1 else library_of(parallel)
+
+
+def library_of(parallel) -> Optional[tuple[str, Optional[int]]]:
+    """The same where ep is still to be chosen."""
+    backend = parallel.moe_flex_dispatcher_backend
+    return None if backend is None else (backend, getattr(parallel, f"moe_{backend}_num_sms"))
+
+
 def lacking_ranks(stage: int, ep: int, etp: int) -> int:
     """The least factor by which a pipeline stage of `stage` ranks has to grow so that ep x etp divides it."""
     return ep * etp // math.gcd(ep * etp, stage)

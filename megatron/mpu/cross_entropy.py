@@ -238,8 +238,12 @@ def _chunks(
             "keep every token on its way through the model: docs/extending.md#a-model",
         )
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)
-    block = n if part.blocks else block
+    sizes = weight.shape[0], weight.element_size(), device, chunk
+    if part.blocks:
+        rows, *others = sizes
+        chunk, block = LossChunks.ordered(n, rows, BLOCKS // part.blocks, *others)
+    else:
+        chunk, block = LossChunks.of(*sizes)
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     compare, up = _comparison(hidden, labels, part, join, unfused, teacher, block)
     half = hidden.dtype == torch.float16

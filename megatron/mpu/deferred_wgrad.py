@@ -84,11 +84,26 @@ def run_deferred_wgrads(products: list[Product]) -> None:
         weight, product = products.pop(0)
         for ready in (product, *(following for _, following in products[:1])):
             getattr(ready, "start", _nothing)()  # its input is gathered while the previous product runs
-        with torch.no_grad():
-            gradients = product()
-        weights, gradients = ([weight], [gradients]) if isinstance(weight, torch.Tensor) else (weight, gradients)
-        shaped = [one.view(own.shape).to(own.dtype) for own, one in zip(weights, gradients)]
-        torch.autograd.backward(weights, shaped)
+        weights = [weight] if isinstance(weight, torch.Tensor) else weight
+        with torch.enable_grad():
+            owed = _Owed.apply(product, *weights)
+        owed.backward()
+
+
+class _Owed(torch.autograd.Function):
+    """0, whose gradients of `weights` are what `product` returns. So autograd alone holds them, and copies none of them."""
+
+    @staticmethod
+    def forward(ctx, product, *weights):
+        ctx.product, ctx.like = product, [(weight.shape, weight.dtype) for weight in weights]
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        gradients = ctx.product()
+        gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        del ctx.product  # and what it has saved
+        return None, *(one.view(shape).to(dtype) for one, (shape, dtype) in zip(gradients, ctx.like))
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ A layer picks its mapping once, in its constructor; over an axis of size 1 each 
 """
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, Protocol
 
 import torch
 
@@ -97,7 +97,24 @@ def all_to_all_of(
     """
     if axis.size == 1:
         return tuple(tensors)
-    exchange = _RowExchange(axis, *collectives.row_counts(tensors[0], axis, sent, received))
+    return exchanged(_RowExchange(axis, *collectives.row_counts(tensors[0], axis, sent, received)), *tensors)
+
+
+class Exchange(Protocol):
+    """Messages of one mapping between ranks, there and back."""
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Launch the messages; returns what they will have filled after `wait`."""
+
+    def start_back(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Launch those of the gradients of what arrived; `wait` returns the gradients of what was sent."""
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Let the device wait for the messages in flight, and return what arrived."""
+
+
+def exchanged(exchange: Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What arrives when tensors are sent. The other one of two passes computes meanwhile. Whole numbers get no gradient."""
     started = _Start.apply(exchange, *tensors)
     pass_turn()
     return _Wait.apply(exchange, *started)
@@ -128,13 +145,19 @@ class PendingRows:
 
 
 class _RowExchange:
-    """The shared state of the two halves of an exchange: its sizes, and the messages in flight."""
+    """An `Exchange` of rows: its sizes, and the messages in flight."""
 
     def __init__(self, axis: Axis, sent: Optional[list[int]], received: Optional[list[int]]):
         self.axis, self.sent, self.received = axis, sent, received
         self.flying = ()
 
-    def start(self, tensors: Sequence[torch.Tensor], sent, received) -> tuple[torch.Tensor, ...]:
+    def start(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return self._launch(tensors, self.sent, self.received)
+
+    def start_back(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._launch(gradients, self.received, self.sent)
+
+    def _launch(self, tensors: Sequence[torch.Tensor], sent, received) -> tuple[torch.Tensor, ...]:
         arriving = tuple(collectives.empty_rows(x, received) for x in tensors)
         self.flying = tuple(
             (rows, collectives.start_all_to_all(rows, x, self.axis, sent, received))
@@ -155,7 +178,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchange, *tensors):
         ctx.exchange, ctx.real = exchange, [x.is_floating_point() for x in tensors]
-        return exchange.start(tensors, exchange.sent, exchange.received)
+        return exchange.start(tensors)
 
     @staticmethod
     def backward(ctx, *_):
@@ -176,7 +199,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         real = [gradient for gradient, real in zip(gradients, ctx.real, strict=True) if real]
-        ctx.exchange.start(real, ctx.exchange.received, ctx.exchange.sent)
+        ctx.exchange.start_back(real)
         pass_turn()
         # Only for their shapes: `_Start` returns the rows of this rank.
         return None, *(gradient if real else None for gradient, real in zip(gradients, ctx.real, strict=True))

@@ -28,7 +28,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megatron.mpu.axis_sizes import ep_levels, expert_sizes, sizes_of
+from megatron.mpu.axis_sizes import ep_levels, ep_library, expert_sizes, sizes_of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
@@ -111,6 +111,8 @@ class Mesh:
     cp_levels: sizes of `mesh.cp_inner` (consecutive ranks of cp) and `mesh.cp_outer`, for a2a+p2p; None: they have only
     this rank. ep_levels: the same of ep, for tokens that are sent once to a node. `mesh.ep_counts` are the ranks of ep
     again: the numbers of rows need not wait for rows under way.
+    ep_library: the library that sends tokens over ep in place of the levels' groups, and its multiprocessors (None: its
+    default); `mesh.ep_buffers` has what it keeps for this rank.
     ordered: sums over ranks have one order (--batch-invariant-mode)
     timeout: of collectives of a group (default: torch's, which is not that of the group of all ranks)
     """
@@ -129,11 +131,13 @@ class Mesh:
         shard_over_cp: bool = False,
         cp_levels: Optional[Sequence[int]] = None,
         ep_levels: Optional[Sequence[int]] = None,
+        ep_library: Optional[tuple[str, Optional[int]]] = None,
         create_groups: Optional[bool] = None,
         timeout: Optional[timedelta] = None,
         ordered: bool = False,
     ):
         self.timeout, self.ordered = timeout, ordered
+        self.ep_library, self.ep_buffers = ep_library, {}
         self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
         assert shard == 1 or cp == 1 or shard_over_cp, "with cp, ranks that shard over dp alone are not consecutive"
@@ -202,7 +206,8 @@ class Mesh:
     def carries(self, names: list[str]) -> bool:
         """Whether a group of these axes carries messages of a step. Stages of pp use separate channels if one group is not
         enough (NCCL), and the optimizer uses replicate and shard, of dense weights and of experts."""
-        return not {"pp", "dp", "dp_cp", "expert_dp"}.issuperset(names)
+        by_library = EP_LEVELS if self.ep_library else ()
+        return not {"pp", "dp", "dp_cp", "expert_dp", *by_library}.issuperset(names)
 
     def _create_groups(self) -> None:
         import torch.distributed as dist
@@ -230,6 +235,7 @@ class Mesh:
         """The mesh of a second model that this rank shares only with its ranks of tp and cp: they have all of its layers,
         experts and weights. It has no groups of its own."""
         own = copy(self)
+        own.ep_library, own.ep_buffers = None, {}
         for name in {*NAMES} - {"tp", "cp", *CP_LEVELS, "world"}:
             setattr(own, name, replace(self.alone, name=name))
         own.etp = replace(self.tp, name="etp")
@@ -242,6 +248,7 @@ class Mesh:
 
         A gloo thread that is still finishing its last message when Python exits would abort the process.
         """
+        self.ep_buffers.clear()  # which use the groups
         for axis in (*(getattr(self, name) for name in NAMES), *filter(None, [self._stage])):
             object.__setattr__(axis, "group", None)
 
@@ -327,6 +334,7 @@ def mesh_of(parallel, rank: int, world_size: int, local_size: int = 8, **keyword
     experts = dict(ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size)
     sharded, levels = parallel.sharding_stage > 0, dict(cp_levels=parallel.cp_levels)
     levels["ep_levels"] = ep_levels(parallel, local_size)
+    levels["ep_library"] = ep_library(parallel)
     sizes = sizes_of(parallel, world_size)
     keywords = dict(ordered=parallel.batch_invariant_mode, **keywords)
     return Mesh(rank, shard_over_cp=sharded, **levels, **sizes, **experts, **keywords)

@@ -10,7 +10,7 @@ first and last stage are on different ranks they are, too. They are added at the
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.ordered_sums import Tree
 from megatron.optimizer.gradients import GradientBuffers, PassKey, Reduction, UnitGradients
-from megatron.optimizer.units import OwnedRange
+from megatron.optimizer.units import OwnedRange, Slot
 
 Use = tuple[int, int]  # of a weight: the model chunk, and the number of the use in a pass of it
 
@@ -63,6 +63,25 @@ class OrderedGradients(GradientBuffers):
             uses.append(self._use(tally))
         uses[number].written.add(name)
         return uses[number].views[name], True
+
+    def _collect(self, tally: UnitGradients, slot: Slot) -> Callable:
+        collect = super()._collect(tally, slot)
+        if not (slot.start == 0 and slot.stop == tally.own.unit.size):
+            return collect
+
+        def take(parameter):
+            """The gradient itself is the unit's buffer: large embeddings are units of their own."""
+            gradient = parameter.grad
+            if gradient.dtype != self.dtype or not gradient.is_contiguous():
+                return collect(parameter)
+            parameter.grad, now = None, self.passing()
+            self.seen[now, slot.name] += 1
+            use = UnitGradients(tally.own, {}, written={slot.name})
+            use.take(gradient.flatten())
+            self.open.setdefault((tally.own.unit.name, now), []).append(use)
+            self._count(tally, slot.name)
+
+        return take
 
     def _use(self, tally: UnitGradients) -> UnitGradients:
         use = UnitGradients(tally.own, {})

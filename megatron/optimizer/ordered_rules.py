@@ -8,7 +8,7 @@ from megatron.model.recipe import recipe_of
 from megatron.optimizer.kinds import knows_matrices
 from megatron.settings.declare import dashed
 from megatron.settings.groups.kernels import BLOCKS
-from megatron.settings.kernel_sizes import SAME_ROWS, SAME_SIZE
+from megatron.settings.kernel_sizes import SAME_ROWS, SAME_SIZE, VECTORS
 from megatron.settings.rules import Rule, record, said
 from megatron.settings.schema import Config
 
@@ -140,7 +140,7 @@ def not_divided(s: SimpleNamespace) -> list[str]:
         found += [f"{s.tp} x {s.cp} ranks, more than {BLOCKS}"] if s.tp * s.cp > BLOCKS else []
     found += [said(s, "label_smoothing")] if s.label_smoothing else []
     found += ["--attention-output-gate"] if s.attention_output_gate else []
-    rows = s.cp * SAME_ROWS if s.cp > 1 else BLOCKS  # each rank's products have enough rows
+    rows = s.cp * max(VECTORS, SAME_ROWS) if s.cp > 1 else BLOCKS  # kernels treat the rows of ranks alike
     found += [f"--seq-length {s.seq_length}, no multiple of {rows}"] if s.seq_length % rows else []
     tables = recipe_of(s.settings).facts(s.settings, 1).tables.values()
     for name, placed in {name: placed for table in tables for name, placed in table.items()}.items():

@@ -160,7 +160,7 @@ OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 NARROWING = {*AXES, *OFFLOADS, *RECOMPUTE, *OVERLAPS}
 NARROWING |= {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}
 NARROWING |= {"micro_batch_size", "global_batch_size", "moe_token_dispatcher_type", "moe_ranks_per_node"}
-NARROWING |= {"batch_invariant_mode"}
+NARROWING |= {"moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms", "batch_invariant_mode"}
 
 
 def kept(config: schema.Config) -> list[str]:
@@ -201,6 +201,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         cp_comm=None if p.cp_comm_type is None else _comm_type(p),
         cp_levels=p.cp_levels,
         ranks_per_node=(p.moe_ranks_per_node or cluster.local_size) if p.moe_token_dispatcher_type == "flex" else 0,
+        library=(p.moe_flex_dispatcher_backend, config.model.expert_hidden_size),
         micro_batch_size=1 if ordered else micro,
         refusal=(lambda layout: ordered_rules.refusal(layout.applied(config, 1), cluster.world_size))
         if ordered

@@ -20,7 +20,7 @@ from megatron.model.fp8 import gathered_in_fp8, layers_in_fp8
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.layer_ops import LAYER, MLP
 from megatron.model.recipe import recipe_of
-from megatron.mpu.axis_sizes import ep_levels, expert_sizes
+from megatron.mpu.axis_sizes import ep_levels, expert_sizes, library_of
 from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
 from megatron.pipeline.custom_schedule import is_file
@@ -60,6 +60,7 @@ class Job:
     ns_steps: Newton-Schulz steps that orthogonalize matrices
     selection: the trained weights
     fp8, fp8_wgrad: as in `RankSetup`
+    library: of --moe-flex-dispatcher-backend, and its multiprocessors (None: its default)
     busiest: --moe-load-imbalance, for times; fullest: --moe-memory-imbalance, for memory
     ordered: --batch-invariant-mode
     """
@@ -88,6 +89,7 @@ class Job:
     compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
     fp8: str = ""  # --fp8-recipe, if the facts have layers with products in fp8
     fp8_wgrad: bool = True
+    library: Optional[tuple[str, Optional[int]]] = None
     busiest: float = 1.0
     fullest: float = 1.0
     ordered: bool = False
@@ -120,6 +122,7 @@ class Job:
             selection=selection,
             largest_scores=config.optimizer.qk_clip or config.logging.log_max_attention_logit,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
+            library=library_of(config.parallel),
             busiest=config.planner.moe_load_imbalance,
             fullest=config.planner.moe_memory_imbalance or config.planner.moe_load_imbalance,
             ordered=config.parallel.batch_invariant_mode,

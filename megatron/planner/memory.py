@@ -13,6 +13,7 @@ from operator import mul
 from typing import NamedTuple, Optional
 
 from megatron.model.layer_ops import Product
+from megatron.mpu.expert_libraries import DispatchSizes, library_bytes
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.flat import WIDENED
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
@@ -238,12 +239,24 @@ def step_entries(job: Job, layout: Layout, device: Device, rank: int) -> dict[st
     # The update comes after the passes, when none of this is allocated.
     entries["workspace"] += max(0, of_update(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
-    groups = [layout.tp, layout.cp, layout.weight_ranks, layout.pp]
-    groups += (*(layout.cp_levels or ()), *(layout.ep_levels or (layout.ep,)))  # and the counts of experts' rows
+    groups, of_library = [layout.tp, layout.cp, layout.weight_ranks, layout.pp], _library_buffer(job, layout)
+    levels = (not of_library and layout.ep_levels) or (layout.ep,)
+    groups += (*(layout.cp_levels or ()), *levels)  # and the counts of experts' rows
     groups += [*layout.expert_sizes.values()][1:] if layout.folded else []
-    entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups)
+    entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups) + of_library
     entries["device context"] = device.context_bytes
     return entries
+
+
+def _library_buffer(job: Job, layout: Layout) -> int:
+    """Bytes in which a library (--moe-flex-dispatcher-backend) sends experts' tokens; 0 without one."""
+    if not (job.library and layout.ep_inner):
+        return 0
+    model, (backend, multiprocessors) = job.facts.settings, job.library
+    sizes = DispatchSizes(layout.ep, layout.ep_inner, model.num_experts // layout.ep, model.expert_hidden_size)
+    gathered = layout.expert_sizes["etp"]
+    n = layout.micro_batch_size * job.facts.seq_length * gathered // (layout.tp * layout.cp)
+    return library_bytes(backend, multiprocessors, sizes, n)
 
 
 def of_update(units: Units, job: Job, layout: Layout) -> int:

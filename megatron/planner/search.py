@@ -16,6 +16,7 @@ from typing import Optional
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
 from megatron.mpu.axis_sizes import ranks_together
+from megatron.mpu.expert_libraries import DispatchSizes, library_problem
 from megatron.mpu.placement import Table
 from megatron.pipeline.schedule import SCHEDULES, TRAINING, v_shaped
 from megatron.planner import memory, speed
@@ -53,6 +54,7 @@ class Space:
     replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
     offload: (fraction of optimizer state in host memory, fraction on disk, whether parameter shards are in host memory)
     overlap: whether data parallel communication overlaps with computation
+    library: of --moe-flex-dispatcher-backend, and the width of tokens: it serves some sizes of ep
     ranks_per_node: between which links are fast, if experts' tokens are sent in hops; 0: they are not
     tolerance: plans are equally fast if their times differ by less than this share
     refusal: why a layout's sizes of tp, cp, pp, ep and etp cannot train this job, or ""; None: all can
@@ -81,6 +83,7 @@ class Space:
     ep: Optional[int] = None
     etp: Optional[int] = None
     ranks_per_node: int = 0
+    library: tuple[Optional[str], int] = (None, 0)
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # host memory per rank
     tolerance: float = 0.0
@@ -183,6 +186,9 @@ def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str
     inner = lambda ep, etp: ranks_together(ep, etp or layout.tp, space.ranks_per_node) if ep > 1 else 0
     hops = inner if space.ranks_per_node else lambda *sizes: 0
     grids = [dict(ep=ep, etp=etp, ep_inner=hops(ep, etp)) for ep in several for etp in parts(ep)]
+    backend, width = space.library
+    serves = lambda ep, inner: not library_problem(backend, DispatchSizes(ep, inner, number // ep, width))
+    grids = [grid for grid in grids if serves(grid["ep"], grid["ep_inner"])]
     return [grid for grid in grids if _divides(experts, replace(layout, **grid))]
 
 

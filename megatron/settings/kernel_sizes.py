@@ -9,6 +9,7 @@ JOINED = 256  # short neighbouring documents share a masked attention call of th
 BLOCK_BYTES = 128 << 20  # of the logits of one product, which their gradients overwrite
 
 SAME_ROWS = 16  # rows from which on a product's row does not depend on their number
+VECTORS = 32  # numbers of which vector registers take many; of the rest kernels may compute functions in another way
 SAME_SIZE = 1 << 13  # rows x columns x terms: torch multiplies up to 2^12 in bf16 by other kernels
 NONCAUSAL_ROWS = 512  # of queries in a block of non-causal attention
 RING_ROWS = 256  # the same of explicit attention in a ring
@@ -34,6 +35,12 @@ class LossChunks(NamedTuple):
             chunk -= chunk % TILE if device == "cuda" and chunk > TILE else 0
         return cls(chunk, max(chunk, BLOCK_BYTES // (element * rows) // chunk * chunk))
 
+    @classmethod
+    def ordered(cls, n: int, rows: int, tp: int, *args) -> "LossChunks":
+        """Those of --batch-invariant-mode: all n tokens are one block, and tokens share vector registers with as many others
+        in each layout. args: as of `of`
+        """
+        return cls(max(VECTORS, cls.of(rows * tp, *args).chunk // VECTORS * VECTORS), n)
 
 def causal_blocks(s: int, q: int) -> list[tuple[int, int]]:
     """[start, stop) of the blocks of positions in block-causal attention; q: query heads per key head.

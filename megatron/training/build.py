@@ -27,10 +27,12 @@ from megatron.model.facts import Facts
 from megatron.model.fp8 import tables_of
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.kinds.attention.module import describe_kernel
+from megatron.model.kinds.experts.libraries import library_refusal
 from megatron.model.max_logits import watch_heads
 from megatron.model.ordered import attach_ordered
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import initialize
+from megatron.mpu.axis_sizes import ep_library
 from megatron.mpu.cpu_memory import keep_memory
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.mpu.placement import placed_buffers
@@ -177,7 +179,8 @@ def join(config: schema.Config, heartbeat: Heartbeat, refusal: Optional[Settings
     """Join the job, and open this rank's console. Raises SettingsError if any rank has a refusal."""
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    raise_on_all_ranks(refusal, context)
+    lacking = library_refusal(ep_library(config.parallel), context.device)
+    raise_on_all_ranks(refusal or lacking, context)
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     return context, console

@@ -68,6 +68,7 @@ REACHED = {
     "model/kinds/attention/module.py: describe_kernel": "tests/model/test_attention_choice.py",
     "model/kinds/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run
     "model/kinds/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
+    "model/kinds/experts/libraries.py: library_refusal": "tests/models/test_expert_libraries.py",
     "mpu/initialize.py: join_job": "tests/gpu/test_gpu_training.py",
     "mpu/initialize.py: prepare_device": "tests/mpu/test_device_variables.py",
     "mpu/random.py: random_words": "tests/gpu/test_gpu_triton.py",  # Triton's

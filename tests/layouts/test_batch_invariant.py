@@ -191,7 +191,7 @@ def test_the_mode_trains_the_same_model_as_without_it(model, layout):
         ("--fp16 --optimizer muon", "--fp16 and --optimizer muon"),
         ("--context-parallel-size 2", "--context-parallel-size 2 with keys and values in a ring"),
         ("--cp 2 --cp-comm-type allgather", "--cp-comm-type allgather: weights would depend on the layout; say --cp-comm-"),
-        ("--cp 2 --cp-comm-type a2a", "--seq-length 16, no multiple of 32"),
+        ("--cp 2 --cp-comm-type a2a", "--seq-length 16, no multiple of 64"),
         ("--cp 2 --cp-comm-type a2a --seq-length 64", "attention.output.weight of 64 / 2 tokens, a product too small"),
         ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "the weight mlp.router.weight"),
         ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
+from megatron.mpu.cross_entropy import linear_cross_entropy, ordered_log_sum, ordered_logits, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.mesh import Mesh
 from megatron.settings import kernel_sizes
@@ -35,14 +35,23 @@ def plain(hidden, weight, labels, mask=None, label_smoothing=0.0):
 
 @pytest.mark.parametrize("chunk", [None, 1, 10, 37, 64])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
-def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
+@pytest.mark.parametrize("label_smoothing, ordered", [(0.0, False), (0.1, False), (0.9, False), (0.0, True)])
+def test_equals_plain_cross_entropy(chunk, masked, label_smoothing, ordered):
+    """ordered: with sums of eight blocks of the vocabulary, of which the last one is padding"""
     hidden, weight, labels, mask = problem()
     mask = mask if masked else None
     want = plain(hidden, weight, labels, mask, label_smoothing)
     wanted = torch.autograd.grad(want * 0.25, (hidden, weight))
     got, _ = linear_cross_entropy(
-        hidden, weight, labels, vocab_size=V, tp=Mesh().tp, mask=mask, chunk=chunk, label_smoothing=label_smoothing
+        hidden,
+        weight,
+        labels,
+        vocab_size=V,
+        tp=Mesh().tp,
+        mask=mask,
+        chunk=chunk,
+        label_smoothing=label_smoothing,
+        ordered=ordered,
     )
     torch.testing.assert_close(got, want)
     gradients = torch.autograd.grad(got * 0.25, (hidden, weight))
@@ -179,6 +188,17 @@ def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
         found.append((hidden.grad, weight.grad))
     for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)
+
+
+def test_losses_of_blocks_are_those_of_generation():
+    """To the bit: with gradients, without, and from whole logits."""
+    hidden, weight, labels, _ = problem()
+    more = dict(vocab_size=V, tp=Mesh().tp, ordered=True)
+    with torch.no_grad():
+        logits = ordered_logits(hidden, weight, Mesh().tp)[:, :V]
+        want = ordered_log_sum(logits, PADDED).squeeze(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    assert torch.equal(token_losses(hidden, weight, labels, **more), want)
+    assert torch.equal(linear_cross_entropy(hidden, weight, labels, **more)[0].detach(), want.sum())
 
 
 def test_the_gradient_of_a_bias_is_of_all_blocks(monkeypatch):

@@ -306,6 +306,19 @@ def test_a_product_that_is_deferred_comes_in_pass_w_by_autograd(accumulate):
     torch.testing.assert_close(weight.grad, whole()[2])
 
 
+def test_autograd_does_not_copy_what_pass_w_computes():
+    weights, places = [torch.zeros(4, 3, requires_grad=True), torch.zeros(2, 2, requires_grad=True)], []
+
+    def product():
+        gradients = [torch.full((12,), 2.0), torch.full((2, 2), 3.0)]
+        places.extend(gradient.data_ptr() for gradient in gradients)
+        return gradients
+
+    run_deferred_wgrads([(weights, product)])
+    assert [weight.grad.data_ptr() for weight in weights] == places
+    assert weights[0].grad.tolist() == [[2.0] * 3] * 4 and weights[1].grad.tolist() == [[3.0] * 2] * 2
+
+
 # ---- layers that each rank has whole -----------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ CHANGED = {
     "--mock": "numbers of the published vocabulary",
     "--virtual-pipeline-model-parallel-size": "stages of each rank",
     "--use-distributed-optimizer": "moments and main weights are divided among the ranks of dp",
-    "--moe-token-dispatcher-type": "by all-to-all, without DeepEP or HybridEP",
+    "--moe-token-dispatcher-type": "by all-to-all; DeepEP or HybridEP only with --moe-flex-dispatcher-backend",
     "--end-weight-decay": "the scheduler sets it at each step, whatever optimizer.weight_decay is",
 }
 IDLE = {

@@ -134,8 +134,8 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --align-grad-reduce --align-param-gather
     --disable-clone-scatter-output-in-embedding
     --use-layer-wise-* --no-use-layer-wise-*
---moe-token-dispatcher-type flex sends tokens once to each node by all-to-all; DeepEP and HybridEP are not called
-    --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-* --moe-hybridep-*
+HybridEP has its own numbers of blocks and of multiprocessors for the order of rows, and needs no padded tokens here
+    --moe-hybridep-num-blocks-* --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-*
 how rows of experts are ordered and sent changes the speed, not the result; this suite arranges it by itself
     --moe-shared-expert-overlap --moe-permute-fusion --moe-permute-fusion-into-hybridep --moe-router-fusion
 experts are grouped products where these are faster than one product for each

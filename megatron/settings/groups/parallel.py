@@ -21,6 +21,8 @@ DIFFERENT_EXPERTS = Needs(
     "--expert-model-parallel-size above 1: nothing is exchanged", lambda s: s.expert_model_parallel_size > 1
 )
 
+FLEX = Needs("--moe-token-dispatcher-type flex", lambda s: s.moe_token_dispatcher_type == "flex")
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -71,7 +73,24 @@ class Parallel:
     moe_ranks_per_node: Optional[Count] = shown_by("test_two_hops_train_as_one")(
         "ranks with fast links between them, with --moe-token-dispatcher-type flex (default: those of a node)",
         None,
-        needs=Needs("--moe-token-dispatcher-type flex", lambda s: s.moe_token_dispatcher_type == "flex"),
+        needs=FLEX,
+    )
+    moe_flex_dispatcher_backend: Optional[Literal["deepep", "hybridep"]] = shown_by("test_a_library_trains_as_hops_do")(
+        "the library that sends tokens with --moe-token-dispatcher-type flex, which has to be installed (default: "
+        "torch.distributed, in two hops)",
+        None,
+        "--moe-enable-deepep=deepep",
+        needs=FLEX,
+    )
+    moe_deepep_num_sms: Optional[Count] = shown_by("test_multiprocessors_are_those_of_the_flag")(
+        "multiprocessors for DeepEP (default: 20, as it has them)",
+        None,
+        needs=Needs("--moe-flex-dispatcher-backend deepep", lambda s: s.moe_flex_dispatcher_backend == "deepep"),
+    )
+    moe_hybridep_num_sms: Optional[Count] = shown_by("test_multiprocessors_are_those_of_the_flag")(
+        "multiprocessors for HybridEP (default: as it has them)",
+        None,
+        needs=Needs("--moe-flex-dispatcher-backend hybridep", lambda s: s.moe_flex_dispatcher_backend == "hybridep"),
     )
     overlap_moe_expert_parallel_comm: bool = shown_by("test_turns_hide_the_exchanges_of_experts")(
         "the forward pass of a micro-batch and the backward pass of another one take turns: while experts' tokens of one "

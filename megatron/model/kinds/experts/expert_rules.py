@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 from megatron.model.kinds.experts.parts import known_ways, parts_of
 from megatron.model.kinds.experts.settings import SYMBOL
+from megatron.mpu.axis_sizes import ep_levels, ep_library
+from megatron.mpu.expert_libraries import FORMATS, LEAVE_OUT, DispatchSizes, library_problem
+from megatron.settings.rank_env import ranks
 from megatron.settings.rules import Rule, divisors, either, said
 
 
@@ -70,6 +73,20 @@ def _etp(s: SimpleNamespace) -> int:
 
 def _cannot_be_divided(flag: str, size: int, words: str, ranks: int) -> str:
     return f"{flag} {size} cannot be divided by {words}; nearest: {either(divisors(size or 1, ranks))} ranks"
+
+
+def _library_problem(s: SimpleNamespace) -> str:
+    """Why the library of --moe-flex-dispatcher-backend cannot send tokens in this layout; "" if it can."""
+    p, model, backend = s.settings.parallel, s.settings.model, s.moe_flex_dispatcher_backend
+    if not (_mixture(s) and backend and ep_library(p) and s.moe_token_dispatcher_type == "flex"):
+        return ""
+    if s.num_experts % p.expert_model_parallel_size:
+        return ""  # another rule says it
+    if s.precision not in (*FORMATS, "auto") or s.amp_level == "O1":
+        return f"tokens are sent in {' or '.join(FORMATS)}; --bf16, and not --amp-level O1"
+    inner, outer = ep_levels(p, s.local_world_size or ranks().local_world_size or 8)
+    ep = inner * outer
+    return library_problem(backend, DispatchSizes(ep, inner, s.num_experts // ep, model.expert_hidden_size))
 
 
 RULES = (
@@ -195,6 +212,13 @@ RULES = (
     Rule(
         lambda s: s.moe_token_dispatcher_type == "flex" and parts_of(s.settings.model).dispatcher,
         lambda s: "--moe-token-dispatcher-type flex: this model brings a dispatcher of its own; leave the flag out",
+    ),
+    Rule(
+        _library_problem, lambda s: f"{said(s, 'moe_flex_dispatcher_backend')}: {_library_problem(s)}; or {LEAVE_OUT}"
+    ),
+    Rule(
+        lambda s: (s.moe_deepep_num_sms or 0) % 2 or (s.moe_hybridep_num_sms or 0) % 2,
+        lambda s: "--moe-deepep-num-sms and --moe-hybridep-num-sms are even numbers",
     ),
     Rule(
         lambda s: s.moe_shared_expert_gate and s.moe_shared_expert_intermediate_size is None,

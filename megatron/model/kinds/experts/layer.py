@@ -21,6 +21,7 @@ from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.kinds.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
 from megatron.model.kinds.experts.hops import HopDispatcher
+from megatron.model.kinds.experts.libraries import library_dispatcher
 from megatron.model.kinds.experts.parts import capacity, parts_of
 from megatron.model.kinds.experts.router import Router, Routing
 from megatron.model.kinds.mlp.module import MLP, Activation
@@ -96,6 +97,8 @@ class Experts(Activation):
         self.capacity_factor, self.padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
         hops = dict(over=mesh.ep_counts, levels=(mesh.ep_outer, mesh.ep_inner))
         usual = partial(HopDispatcher, **hops) if mesh.in_hops else partial(Dispatcher, over=mesh.ep_counts)
+        if mesh.ep_library and mesh.ep.size > 1:
+            usual = library_dispatcher(mesh, usual)
         self.dispatcher = parts_of(model).dispatcher or usual
         axes = self.ep, self.etp
         self.up = GroupedLinear(take_prefix(weights, "up"), axes, **setup.factory)
