@@ -42,6 +42,7 @@ class LossChunks(NamedTuple):
         """
         return cls(max(VECTORS, cls.of(rows * tp, *args).chunk // VECTORS * VECTORS), n)
 
+
 def causal_blocks(s: int, q: int) -> list[tuple[int, int]]:
     """[start, stop) of the blocks of positions in block-causal attention; q: query heads per key head.
 
