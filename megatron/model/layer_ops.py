@@ -479,8 +479,8 @@ class Residual:
         return (Kernel(name, kept=kept, reads=clips, again=again, **sizes),)
 
     def over_tokens(self, cut: int, whole: int) -> tuple[Collective, ...]:
-        """What context parallel ranks send for a weight's gradient (`mpu/ordered_tokens.py`): some columns of one factor, of
-        all tokens, and the other factor.
+        """What context parallel ranks send for a weight's gradient (`mpu/ordered_tokens.py`): columns of one factor,
+        and the other factor.
         """
         if not self.share.ordered or self.share.cp == 1:
             return ()

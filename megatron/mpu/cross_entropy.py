@@ -237,13 +237,7 @@ def _chunks(
             "the loss is a sum over labels, each with the hidden state of its token",
             "keep every token on its way through the model: docs/extending.md#a-model",
         )
-    device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    sizes = weight.shape[0], weight.element_size(), device, chunk
-    if part.blocks:
-        rows, *others = sizes
-        chunk, block = LossChunks.ordered(n, rows, BLOCKS // part.blocks, *others)
-    else:
-        chunk, block = LossChunks.of(*sizes)
+    chunk, block = _sizes(n, weight, part.blocks, chunk)
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     compare, up = _comparison(hidden, labels, part, join, unfused, teacher, block)
     half = hidden.dtype == torch.float16
@@ -279,6 +273,12 @@ def _chunks(
         total = total.to(weight.dtype)
         give = lambda: total
     return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down), (lambda: of_bias, up))
+
+
+def _sizes(n: int, weight: torch.Tensor, blocks: int, chunk: Optional[int]) -> LossChunks:
+    """The numbers of tokens in a chunk and in a block. chunk: --cross-entropy-chunk"""
+    sizes = weight.element_size(), "cpu" if weight.device.type == "cpu" else "cuda", chunk
+    return LossChunks.ordered(n, len(weight), BLOCKS // blocks, *sizes) if blocks else LossChunks.of(len(weight), *sizes)
 
 
 def _comparison(hidden, labels, part, join, unfused: bool, teacher, block: int) -> tuple[Callable, float]:

@@ -2,8 +2,8 @@
 """Sums over the tokens of a sample whose rows context parallel ranks divide, with the bits of one rank that has them all
 (--batch-invariant-mode).
 
-A rank has some rows of all columns. Ranks exchange rows for columns, and each computes a part of a weight's gradient from all
-tokens in their order: the products of one rank alone, but for their width. So a gradient is a part on each rank, and 0
+A rank has some rows of all columns. Ranks exchange rows for columns, and each computes a part of a weight's gradient from
+all tokens in their order: the products of one rank alone, but for their width. So a gradient is a part on each rank, and 0
 elsewhere: the sum over ranks, which the optimizer computes with that over samples, rounds nothing.
 
     x [s/cp, i], all columns   --all-gather-->   [s, i]        \\
