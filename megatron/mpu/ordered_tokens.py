@@ -57,7 +57,7 @@ class SampleSums(NamedTuple):
         return F.embedding(tokens, weight) if self.axis.size == 1 else _Lookup.apply(tokens, weight, self.axis)
 
     def of_scalars(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of a number for each of this rank's tokens [n] over the tokens of all ranks: on the first, elsewhere 0."""
+        """The sum of a number for each token, [n] of this rank, over those of all ranks: on the first, elsewhere 0."""
         if self.axis.size == 1:
             return x.sum()
         total = gather_rows(x, self.axis).sum()

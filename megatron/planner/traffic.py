@@ -106,7 +106,7 @@ def calls_of(ops: list[LayerOp], modules: Sequence[str]) -> Iterator[tuple[Colle
 
 
 def _sums_over_tokens(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    """--batch-invariant-mode sums gradients over the tokens of a sample in each pass, of which ranks of tp and cp have parts:
+    """--batch-invariant-mode sums gradients over a sample's tokens in each pass, of which ranks of tp and cp have parts:
     those of norms and biases in `BLOCKS` blocks, and those of tables over whole samples (`mpu/ordered_tokens.py`).
     """
     name, number, cp, share = "sums over tokens", layout.num_microbatches(job), layout.cp, layout.rank_setup(job)

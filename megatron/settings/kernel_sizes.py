@@ -37,8 +37,8 @@ class LossChunks(NamedTuple):
 
     @classmethod
     def ordered(cls, n: int, rows: int, tp: int, *args) -> "LossChunks":
-        """Those of --batch-invariant-mode: all n tokens are one block, and tokens share vector registers with as many others
-        in each layout. args: as of `of`
+        """Those of --batch-invariant-mode: all n tokens are one block, and none is in a vector register that is not full.
+        args: as of `of`
         """
         return cls(max(VECTORS, cls.of(rows * tp, *args).chunk // VECTORS * VECTORS), n)
 

@@ -144,7 +144,7 @@ def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path, mod
         run_ranks(layout.world_size, lambda rank: pretrain_gpt.main(flags.split()))
 
     go_on(tmp_path / "one", "", 6, 8)
-    for layout, last in zip(layouts.split(), (2, 4, 6)):
+    for layout, last in zip(layouts.split(), (2, 4, 6), strict=True):
         go_on(tmp_path / "three", layout, last, 1)
     tensors = {}
     for name in ("one", "three"):
