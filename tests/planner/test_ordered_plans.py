@@ -49,7 +49,7 @@ def most_gradients(settings):
             setattr(gradients, name, followed(getattr(gradients, name)))
         train_step(run)
         run.close()
-    return run.context.mesh.pp.rank, *map(max, zip(*seen))
+    return run.context.mesh.pp.rank, *map(max, zip(*seen, strict=True))
 
 
 @pytest.mark.sampled(10)
