@@ -278,7 +278,9 @@ def _chunks(
 def _sizes(n: int, weight: torch.Tensor, blocks: int, chunk: Optional[int]) -> LossChunks:
     """The numbers of tokens in a chunk and in a block. chunk: --cross-entropy-chunk"""
     sizes = weight.element_size(), "cpu" if weight.device.type == "cpu" else "cuda", chunk
-    return LossChunks.ordered(n, len(weight), BLOCKS // blocks, *sizes) if blocks else LossChunks.of(len(weight), *sizes)
+    return (
+        LossChunks.ordered(n, len(weight), BLOCKS // blocks, *sizes) if blocks else LossChunks.of(len(weight), *sizes)
+    )
 
 
 def _comparison(hidden, labels, part, join, unfused: bool, teacher, block: int) -> tuple[Callable, float]:
@@ -309,9 +311,7 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
-def _products(
-    multiply: Callable, blocks: int, ordered: Optional[SampleSums]
-) -> tuple[Callable, Callable, Callable]:
+def _products(multiply: Callable, blocks: int, ordered: Optional[SampleSums]) -> tuple[Callable, Callable, Callable]:
     """The products for logits, and for gradients of hidden states and weight. blocks: of the vocabulary's part; 0: none."""
     if not blocks:
         return multiply, multiply, multiply

@@ -152,7 +152,9 @@ def not_divided(s: SimpleNamespace) -> list[str]:
             found += [f"{name}, whose {width} rows or columns are no multiple of {BLOCKS}"] if width % BLOCKS else []
             size = s.seq_length // s.cp * s.hidden_size * width // BLOCKS
             if s.cp > 1 and size < SAME_SIZE:
-                found.append(f"{name} of {s.seq_length} / {s.cp} tokens, a product too small for the kernel of larger ones")
+                found.append(
+                    f"{name} of {s.seq_length} / {s.cp} tokens, a product too small for the kernel of larger ones"
+                )
     return found
 
 

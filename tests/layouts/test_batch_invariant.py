@@ -176,7 +176,9 @@ def test_rows_of_a_rank_have_as_many_zeros_as_if_it_were_alone(run_ranks):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("model, layout", [("gpt", ""), pytest.param("longer", "cp2a2a", marks=pytest.mark.sampled(10))])
+@pytest.mark.parametrize(
+    "model, layout", [("gpt", ""), pytest.param("longer", "cp2a2a", marks=pytest.mark.sampled(10))]
+)
 def test_the_mode_trains_the_same_model_as_without_it(model, layout):
     plain = f"{PLAIN} {MODELS[model]} --precision fp32 --micro-batch-size 4".split()
     expected = trace(laid_out(parse_pretrain(plain), parse_layout("")), pretrain_gpt.recipe(), 1, 3)
@@ -190,7 +192,10 @@ def test_the_mode_trains_the_same_model_as_without_it(model, layout):
         ("--device auto", "--device auto"),
         ("--fp16 --optimizer muon", "--fp16 and --optimizer muon"),
         ("--context-parallel-size 2", "--context-parallel-size 2 with keys and values in a ring"),
-        ("--cp 2 --cp-comm-type allgather", "--cp-comm-type allgather: weights would depend on the layout; say --cp-comm-"),
+        (
+            "--cp 2 --cp-comm-type allgather",
+            "--cp-comm-type allgather: weights would depend on the layout; say --cp-comm-",
+        ),
         ("--cp 2 --cp-comm-type a2a", "--seq-length 16, no multiple of 64"),
         ("--cp 2 --cp-comm-type a2a --seq-length 64", "attention.output.weight of 64 / 2 tokens, a product too small"),
         ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "the weight mlp.router.weight"),
