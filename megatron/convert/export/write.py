@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.checkpoint.folder import choose
+from megatron.checkpoint.folder import newest
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.convert import compressed_tensors, huggingface
 from megatron.convert.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
@@ -27,6 +27,7 @@ from megatron.convert.hf_tokenizer import ExportedTokenizer
 from megatron.convert.merged import for_export
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference import generation_config
 from megatron.inference.agreement import Agreement
 from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
@@ -62,13 +63,12 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
     Raises SettingsError for a model or a setting that the format does not have, CheckpointError if its client gives other
     results. Nothing is written then.
     """
-    choice = choose(location(load), step=step)
-    path = choice.paths[0]
+    path = newest(location(load), step)
     if not isinstance(path, UrlPath) and out.resolve() in (path.resolve(), path.resolve().parent):
         raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
     check_free(out)
     with for_export(path, out, f"--format {wanted.form}") as merged:
-        return [*_export(ExportSource(merged, path, given), out, wanted), *choice.notices]
+        return _export(ExportSource(merged, path, given), out, wanted)
 
 
 def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
@@ -77,6 +77,9 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     with new_folder(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
         files, tokenizer, agreed, more = write(source, folder, out, wanted)
+        if wanted.generation:
+            generation_config.recommend(folder, wanted.generation)
+            more = [*more, f"{generation_config.NAME} recommends {', '.join(wanted.generation)}"]
         record = dict(
             format=wanted.form,
             kind=wanted.kind,
