@@ -15,7 +15,7 @@ from megatron.planner.startup import Groups, groups_of
 NODE = 8  # ranks
 SUM = 32  # characters of a checksum
 FILE = 25  # of the name of a rank's file, with quotes
-GATHERS_OF_START, GATHERS_OF_LOAD = 15, 3  # rounds in which all ranks answer each other, besides those of saves
+GATHERS_OF_START, GATHERS_OF_LOAD = 16, 3  # rounds in which all ranks answer each other, besides those of saves
 MESSAGE = 1200  # bytes of a rank in the heartbeats of its node, at most
 
 
@@ -113,7 +113,8 @@ class Job:
 
     def merged_bytes(self, saved: Saved, members: int = FAN) -> tuple[float, float]:
         """(read, written) by a leader: the parts of its ranks, and one of all of them."""
-        different = min(saved.names, members * saved.tensors)
+        stages = max(1.0, members / self.ranks * self.groups.pp)  # of the group, which have names of their own
+        different = min(saved.names * stages / self.groups.pp, members * saved.tensors)
         return members * saved.entries(1, saved.tensors), saved.entries(members, different)
 
     def published_bytes(self, saved: Saved) -> tuple[float, float]:
