@@ -59,8 +59,10 @@ class Saved:
     def entries(self, ranks: int, tensors: float) -> float:
         """Bytes of the entries of several ranks, which have so many different tensors: with a line for each file."""
         file = FILE + SUM + len('  : {"bytes": 123456, "header": ""},\n')
-        return len('{"checksum": "", "block": 4194304, "files": {}, "tensors": {}}') + SUM + (
-            ranks * (file + self.boxes * self.box) + tensors * self.tensor
+        return (
+            len('{"checksum": "", "block": 4194304, "files": {}, "tensors": {}}')
+            + SUM
+            + (ranks * (file + self.boxes * self.box) + tensors * self.tensor)
         )
 
 

@@ -71,20 +71,6 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
 
         setattr(module, attribute, call)
 
-    def measured(phase: str, module, attribute: str) -> None:
-        real = getattr(module, attribute)
-
-        def call(*args, **more):
-            before = io_of_this_process()
-            try:
-                return real(*args, **more)
-            finally:
-                after = io_of_this_process()
-                counts[f"{phase} read"] += after["rchar"] - before["rchar"]
-                counts[f"{phase} written"] += after["wchar"] - before["wchar"]
-
-        setattr(module, attribute, call)
-
     def leave(*args, real=dist.destroy_process_group) -> None:
         counts["keys"] = c10d._world.pg_map[dist.group.WORLD][1].num_keys() if rank == 0 else 0
         real(*args)
@@ -94,7 +80,7 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
     counted("groups", c10d, "_new_process_group_helper")
     counted("gathered", dist, "all_gather_object")
     for phase, function in PHASES.items():
-        measured(phase, saving, function)
+        measured(counts, phase, saving, function)
     dist.destroy_process_group = leave
     assert collectives.dist is dist
     code = 0
@@ -108,6 +94,22 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
     record["seconds"] = time.monotonic() - began
     (folder / f"counts_{rank:05d}.json").write_text(json.dumps(record))
     return code
+
+
+def measured(counts: Counter, phase: str, module, attribute: str) -> None:
+    """Count the bytes that a function of a module reads and writes."""
+    real = getattr(module, attribute)
+
+    def call(*args, **more):
+        before = io_of_this_process()
+        try:
+            return real(*args, **more)
+        finally:
+            after = io_of_this_process()
+            counts[f"{phase} read"] += after["rchar"] - before["rchar"]
+            counts[f"{phase} written"] += after["wchar"] - before["wchar"]
+
+    setattr(module, attribute, call)
 
 
 def io_of_this_process() -> dict[str, int]:
