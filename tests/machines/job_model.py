@@ -160,7 +160,7 @@ class Job:
         members = min(FAN, self.ranks - rank) + 1 if self.leaders and rank % FAN == 0 else 0
         return 1 + load + saves * (2 + members)
 
-    # ---- heartbeats: a node writes one file, every LOOK seconds, and each of its ranks at its end
+    # ---- heartbeats: a node writes one file, at once and every LOOK seconds, and each of its ranks at its end
 
     @property
     def nodes(self) -> int:
@@ -168,4 +168,4 @@ class Job:
 
     def messages(self, seconds: float) -> float:
         """Times that a node's heartbeats are written in so many seconds, at most."""
-        return seconds / LOOK + NODE
+        return 1 + seconds / LOOK + NODE  # the first one at once
