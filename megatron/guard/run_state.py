@@ -19,7 +19,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.errors import Failure, Interrupted, Preempted
+from megatron.errors import Failure, Interrupted
 from megatron.guard import processes
 from megatron.guard.beat_files import Beat, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
@@ -27,7 +27,7 @@ from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Checkpoint, Config, from_record
 from megatron.storage.processes import exists
 from megatron.storage.urls import UrlPath, location
-from megatron.telemetry.events import count_restarts, read_events, slow_now
+from megatron.telemetry.events import QUIET, count_restarts, read_events, slow_now
 from megatron.telemetry.figures import WIDE, shortened
 from megatron.telemetry.history import History, read_end
 from megatron.telemetry.run_folder import (
@@ -179,7 +179,7 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
 
 
 def _failed(code: Optional[int]) -> bool:
-    return code not in (None, 0, Preempted.code, Interrupted.code)
+    return code not in (None, *QUIET)
 
 
 def _urgent(events: list[dict]) -> list[dict]:

@@ -28,10 +28,8 @@ from megatron.settings.parse import said
 from megatron.storage.durable import WriterLock
 from megatron.storage.urls import local_folder
 from megatron.telemetry.event_rules import rule_of
-from megatron.telemetry.events import EventLog, read_events
+from megatron.telemetry.events import QUIET, EventLog, read_events
 from megatron.telemetry.notify import open_events
-
-QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as requested
 
 
 def record_start(run) -> None:
