@@ -27,6 +27,7 @@ from megatron.convert.hf_tokenizer import ExportedTokenizer
 from megatron.convert.merged import for_export
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference import generation_config
 from megatron.inference.agreement import Agreement
 from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
@@ -76,6 +77,9 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     with new_folder(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
         files, tokenizer, agreed, more = write(source, folder, out, wanted)
+        if wanted.generation:
+            generation_config.recommend(folder, wanted.generation)
+            more = [*more, f"{generation_config.NAME} recommends {', '.join(wanted.generation)}"]
         record = dict(
             format=wanted.form,
             kind=wanted.kind,
