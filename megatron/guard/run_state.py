@@ -126,12 +126,13 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
     history, events = (read_end(metrics), read_events(metrics)) if metrics else (History(), [])
     if metrics is None or not history.last and newest_checkpoint(str(folder)) is not None:
         return look_at_checkpoint(folder, now)
-    launch, steps, last = history.run, history.steps, history.last
-    if not steps.rows and last.get("kind") == "end":  # nothing was left to train
-        steps = read_end(metrics, before=1).steps
+    launch, trained, last = history.run, history, history.last
+    if not trained.steps.rows and last.get("kind") == "end":  # nothing was left to train
+        trained = read_end(metrics, before=1)
+    steps = trained.steps
     config = from_record(launch["config"]) if "config" in launch else None
     timed = np.flatnonzero(np.nan_to_num(steps["seconds"]))[-50:]
-    seconds, losses = steps["seconds"][timed].tolist(), steps.known("lm loss")
+    seconds, losses = steps["seconds"][timed].tolist(), steps.known(trained.loss)
     iteration = int(last.get("iteration", 0))
     total = config and _total(config, launch.get("mesh") or {}, steps[int(timed[-1])] if len(timed) else {})
     state, why, age = alive(metrics, history, statistics.median(seconds or [0.0]), now)

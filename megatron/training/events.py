@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.checkpoint.first_launch import same_place
-from megatron.errors import (
-    Failure,
-    Interrupted,
-    Locked,
-    NumericsError,
-    Preempted,
-    SettingsError,
-    UsageError,
-    exit_code,
-    explain,
-    in_a_line,
-)
+from megatron.errors import Failure, Locked, NumericsError, SettingsError, UsageError, exit_code, explain, in_a_line
 from megatron.guard.disk import shortage
 from megatron.guard.supervisor_mark import SUPERVISOR, is_supervised
 from megatron.settings import rank_env, schema
