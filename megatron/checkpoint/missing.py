@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to say where no checkpoint is. Needs no torch, so that commands can say it before they look for a device."""
+"""The error of a folder without checkpoints. Needs no torch, so that commands raise it before they look for a device."""
 
 from megatron.checkpoint.backends import CheckpointPath, backend_of
 from megatron.errors import CheckpointError

@@ -27,7 +27,7 @@ def check_shares(tp: int, pp: int) -> None:
 def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any], *models: Optional[str]) -> None:
     """Do work(context) on the ranks of this job (`mpu.initialize.RankContext`). Imports torch.
 
-    models: folders of checkpoints; one that has none is told before a device that is missing, so that it needs no second try
+    models: folders of checkpoints; one that has none is told even where the device is missing, too
     """
     for folder in filter(None, models):
         refuse_no_model(folder)

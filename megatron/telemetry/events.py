@@ -11,8 +11,8 @@ Every event starts with the same fields. The fields of its kind follow (`KINDS`)
      "source": "run", "message": "loss 5 is ...", "what": "loss", "value": 5.0, ...}
 
 `time` is in Unix seconds, `iteration` the number of finished steps (null: not known, for example before the start), `rank`
-the rank that the event is about (null: all), `source` the writer: "run" (its first rank), "launcher" or "supervisor". The file only
-grows, and both append whole lines to it. The reader skips a line that a crash has torn.
+the rank that the event is about (null: all), `source` the writer: "run" (its first rank), "launcher" or "supervisor". The
+file only grows, and all append whole lines to it. The reader skips a line that a crash has torn.
 """
 
 import json

@@ -496,7 +496,9 @@ def record_cause(args: Namespace, began: float, text: str, code: int, rank: int)
         path = config and events_path(metrics_path(config.logging, config.checkpoint.save))
         own = [event for event in read_events(path) if event["time"] >= began] if path else []
         told = [event for event in own if event["event"] in ("start", "end")]
-        if not told or told[-1].get("code", PeerLost.code) != PeerLost.code:  # not of this launch; or it knows the cause
+        if (
+            not told or told[-1].get("code", PeerLost.code) != PeerLost.code
+        ):  # not of this launch; or it knows the cause
             return
         why = text.splitlines()[0].removeprefix("error: ")
         events = open_events(config.logging, config.checkpoint.save, source="launcher")
