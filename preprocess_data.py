@@ -140,7 +140,7 @@ def tokenizer_of(folder: str, given: dict) -> TokenizerSettings:
         raise SettingsError(
             f"--load {folder}: the run had no tokenizer", do="give one: --tokenizer-model, --vocab-file"
         )
-    return TokenizerSettings(**own | given)
+    return TokenizerSettings(**own).overridden(given)
 
 
 def check(settings: PreprocessOptions) -> PreprocessOptions:

@@ -16,13 +16,14 @@ its arrays without padding; with --text, masks and sentinels are shown in the wo
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Optional
 
 from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.declare import dashed
+from megatron.settings.groups.tokenizer import idle_words
 from megatron.settings.parse import parse
 from megatron.settings.schema import Data, TokenizerSettings, setting
 
@@ -157,8 +158,11 @@ def _tokenizer(settings: TokenizerSettings, needed: str):
                 do="--tokenizer-type with --vocab-file and --merge-file, or --tokenizer-model",
             )
         return None
-    from megatron.tokenizer import build_tokenizer
+    from megatron.tokenizer import build_tokenizer, tokenizer_type
 
+    given = {name: value for name, value in vars(settings).items() if value}
+    for words in idle_words(replace(settings, tokenizer_type=tokenizer_type(settings)), given):
+        _log(f"note: {words}")
     return build_tokenizer(settings)
 
 
