@@ -128,12 +128,18 @@ def in_users_words(text: str, said: Mapping[str, Statement]) -> str:
 
 @contextmanager
 def failing_in_users_words(said: Mapping[str, Statement]) -> Iterator[None]:
-    """Put the failures that are raised inside into the user's words."""
+    """Put the failures that are raised inside into the user's words. What to do is said in another suite's words, too, if
+    its file is among the settings.
+    """
     try:
         yield
     except Failure as failure:
         failure.what = in_users_words(_placed(failure.what, said), said)
         failure.why = failure.why and in_users_words(failure.why, said)
+        if failure.do and said:
+            from megatron.settings.dialects.hints import hint  # its suites make statements
+
+            failure.do += hint(failure.do, said.values())
         raise
 
 

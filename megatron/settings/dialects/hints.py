@@ -9,10 +9,11 @@ from megatron.settings.statements import Statement
 SUITES = (FleetX,)  # those with hints
 
 
-def hint(setting: str, statements: Collection[Statement]) -> str:
-    """What a hint about a setting adds if a suite's file is among the statements: how that says it; else ""."""
-    suites = [suite for suite in SUITES if setting in suite.hints and suite.said_any(statements)]
-    return "".join(f" (of a {suite.title} file: {suite.hints[setting]})" for suite in suites)
+def hint(advice: str, statements: Collection[Statement]) -> str:
+    """The end of the advice of a message if a suite's file is among the statements: its words for our flags, or ""."""
+    suites = [suite for suite in SUITES if suite.said_any(statements)]
+    found = [(suite.title, words) for suite in suites if (words := suite.words_for(advice))]
+    return "".join(f" (of a {title} file: {words})" for title, words in found)
 
 
 def lacks_vocabulary(statements: Collection[Statement]) -> str:
