@@ -82,7 +82,7 @@ from megatron.training.rank_watch import RankWatch
 from megatron.training.rerun import build_rerun
 from megatron.training.resume import resume
 from megatron.training.rules import idle, remarks
-from megatron.training.shared_maps import build_once
+from megatron.training.shared_maps import build_once, is_of_suite
 from megatron.training.start_log import (
     crowded,
     end_of_document,
@@ -133,8 +133,10 @@ def build_run(
     heartbeat.beat("index")
     datasets, batches = build_data(config, recipe, context, model, start.state, log)
     heartbeat.beat("load")
-    start.notices.extend(attach_teacher(config, context, model.stages, vocab_size, model.vocabulary, batches[0]))
-    start.notices.extend(attach_frozen(config, context, model.stages, vocab_size, model.vocabulary))
+    start.notices.extend(
+        attach_teacher(config, context, model.stages, vocab_size, model.vocabulary, batches[0], events)
+    )
+    start.notices.extend(attach_frozen(config, context, model.stages, vocab_size, model.vocabulary, events))
     config, start = follow_checkpoint(config, context, model, start)
     log_start(config, recipe, context, model, start, datasets, batches[0], log)
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
@@ -263,7 +265,7 @@ def build_data(config: schema.Config, recipe: Recipe, context: RankContext, mode
     if config.data.verify_data:
         verify_data(config.data, context, log)
     build = partial(build_datasets, config, recipe, model.tokenizer, model.vocab_size, context, log, state)
-    if getattr(recipe.build_datasets, "__module__", "").startswith("megatron."):
+    if is_of_suite(recipe.build_datasets):
         cache = config.data.data_cache_path or config.data.object_storage_cache_path
         datasets = build_once(context, build, cache, log, 60 * config.parallel.distributed_timeout_minutes)
     else:  # a user's function may wait for other ranks

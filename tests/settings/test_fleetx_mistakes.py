@@ -142,7 +142,7 @@ def test_files_of_its_other_tree_are_refused_in_a_sentence(write, capsys):
         parse_pretrain(["-c", write(GPT + tree + "Optimizer: {other: 1}\n")])
     assert wrong.value.what.startswith(f"{write(GPT + tree)}:2: Global.max_steps is a key of examples/transformer")
     assert "ppfleetx/configs/nlp/gpt" in wrong.value.what and "problems" not in wrong.value.what
-    with pytest.raises(UsageError, match="Global.max_steps is a key of examples/transformer"):
+    with pytest.raises(UsageError, match="Global.max_steps: 3 is a key of examples/transformer"):
         translate.main(["--from", "fleetx", write(GPT + tree)])
     with pytest.raises(UsageError, match="-o Global.max_steps is no known key; did you mean Engine.max_steps"):
         parse_pretrain(["-c", write(GPT), "-o", "Global.max_steps=3"])
