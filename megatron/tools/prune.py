@@ -30,10 +30,10 @@ from megatron.model.pruning import (
 )
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, dashed, idle_flags
-from megatron.settings.dialects.hints import as_overrides
+from megatron.settings.dialects.hints import as_overrides, failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
-from megatron.settings.statements import NONE, Statement, failing_in_users_words
+from megatron.settings.statements import NONE, Statement
 from megatron.storage.urls import UrlPath, location
 
 TEXT = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)

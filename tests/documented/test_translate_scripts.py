@@ -12,8 +12,8 @@ from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.changes import refuse_another_model
 from megatron.planner.choose import _global_batch, space_of
 from megatron.planner.target import cluster_of
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.statements import failing_in_users_words
 from megatron.tools import evaluate, export, generate
 from megatron.tools import translate as tool
 from megatron.training.rules import resolve

@@ -268,9 +268,9 @@ def test_an_unknown_key_is_answered_with_those_of_its_section(read, words, hint)
     with pytest.raises(UsageError) as refused:
         read(words)
     assert refused.value.do is None if hint is None else hint.split("pytest")[-1] in (refused.value.do or "")
-    with pytest.raises(UsageError, match=r"^-c nothere\.yaml: No such file"):
+    with pytest.raises(UsageError, match=r"^-c nothere\.yaml: no such file"):
         parse_pretrain(["-c", "nothere.yaml"])
-    with pytest.raises(UsageError, match=r"^--config nothere\.yaml: No such file"):
+    with pytest.raises(UsageError, match=r"^--config nothere\.yaml: no such file"):
         parse_pretrain(["--config", "nothere.yaml"])
 
 

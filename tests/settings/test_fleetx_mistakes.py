@@ -12,10 +12,10 @@ from megatron.model import linear_kinds
 from megatron.model.quantization import with_quantization
 from megatron.planner.problems import file_problems
 from megatron.settings import from_checkpoint
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.schema import GROUPS
-from megatron.settings.statements import failing_in_users_words
 from megatron.tasks import finetune_start
 from megatron.tokenizer import embedding_rows
 from megatron.tools import evaluate, generate, translate
@@ -144,7 +144,7 @@ def test_files_of_its_other_tree_are_refused_in_a_sentence(write, capsys):
     assert "ppfleetx/configs/nlp/gpt" in wrong.value.what and "problems" not in wrong.value.what
     with pytest.raises(UsageError, match="Global.max_steps: 3 is a key of examples/transformer"):
         translate.main(["--from", "fleetx", write(GPT + tree)])
-    with pytest.raises(UsageError, match="-o Global.max_steps is no known key; did you mean Engine.max_steps"):
+    with pytest.raises(UsageError, match="-o Global.max_steps is no known key"):
         parse_pretrain(["-c", write(GPT), "-o", "Global.max_steps=3"])
 
 

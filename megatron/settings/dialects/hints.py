@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hints of our messages add for a user of another suite's files (`table.OtherSuite`)."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+from megatron.errors import Failure
 from megatron.settings.dialects.fleetx_command_line import FleetX
-from megatron.settings.statements import Statement
+from megatron.settings.statements import Statement, in_users_words, placed
 
 SUITES = (FleetX,)  # those with hints
+
+
+@contextmanager
+def failing_in_users_words(said: Mapping[str, Statement]) -> Iterator[None]:
+    """Put the failures that are raised inside into the user's words. What to do is said in another suite's words, too, if
+    its file is among the settings.
+    """
+    try:
+        yield
+    except Failure as failure:
+        failure.what = in_users_words(placed(failure.what, said), said)
+        failure.why = failure.why and in_users_words(failure.why, said)
+        failure.do = failure.do and failure.do + hint(failure.do, said.values())
+        raise
 
 
 def hint(advice: str, statements: Collection[Statement]) -> str:
