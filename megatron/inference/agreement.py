@@ -70,10 +70,13 @@ class Agreement(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        explained = f": rounding to {self.to} explains {self.rounding:.2e}, {self.difference:.2e} is left"
+        parts = (
+            f"; the largest change by rounding to {self.to} is {self.rounding:.2e}, the largest by {self.client} itself "
+            f"{self.difference:.2e}"
+        )
         return (
             f"{self.what} of {self.client} differ by at most {self.total:.2e} of {self.largest:.3g} from the checkpoint's"
-            f"{explained if self.rounded else ''} (allowed: {self.allowed:.2e})"
+            f"{parts if self.rounded else ''} (allowed: {self.allowed:.2e})"
         )
 
 

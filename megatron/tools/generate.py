@@ -208,7 +208,7 @@ def main(argv: list[str]) -> None:
             texts = broadcast_object(prompts, context.mesh.world)
             write(settings, groups["quantize"], sampling, search, given, texts, context)
 
-        on_ranks(parallel, settings.device, work)
+        on_ranks(parallel, settings.device, work, settings.load)
 
 
 class RecommendedSettings(NamedTuple):

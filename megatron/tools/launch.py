@@ -35,6 +35,7 @@ from megatron.errors import (
     LAUNCHER,
     Failure,
     Interrupted,
+    Locked,
     PeerLost,
     SettingsError,
     UsageError,
@@ -48,7 +49,10 @@ from megatron.guard.exits import FOR_ANOTHER, judge, to_shell
 from megatron.guard.node_rendezvous import NodeRendezvous
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
 from megatron.guard.stacks import spans
+from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.settings.messages import replaced
+from megatron.settings.schema import Config
+from megatron.telemetry.events import QUIET, read_events
 
 MODULE = "megatron.tools.launch"
 SECOND_CTRL_C = 2.0  # seconds that ranks have to end after the second Ctrl-C
@@ -84,6 +88,7 @@ def main(argv: list[str]) -> None:
             job.kill()
             raise
         text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
+        record_cause(args, job.began, text, code, rank)
         kept.add(f"rank_{rank}.txt")
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(OSError, AttributeError):  # closed, or None
@@ -458,13 +463,48 @@ def with_reason(message: str, reason: str) -> str:
     return "\n".join([*lines[:at], f"  {reason}", *lines[at:]]) + "\n"
 
 
+def config_of_job(args: Namespace) -> Optional[Config]:
+    """The job's settings, according to its command line; None for a script that is not of this suite."""
+    words = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    with contextlib.suppress(Failure, OSError):
+        return config_of(words)
+    return None
+
+
 def last_checkpoint_of(args: Namespace) -> Optional[str]:
     """The path of the job's newest complete checkpoint, according to its command line."""
-    words = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-    with contextlib.suppress(Failure, OSError):  # not a script of this suite
-        config = config_of(words)
+    with contextlib.suppress(Failure, OSError):
+        config = config_of_job(args)
         return config and last_checkpoint(config.checkpoint)
     return None
+
+
+def record_cause(args: Namespace, began: float, text: str, code: int, rank: int) -> None:
+    """Record the end of a failed rank as the run's end, if the first rank has recorded none, or only that another is gone.
+
+    So `tools.status` and events.jsonl say what this launcher prints. A supervisor records it itself.
+    began: when the ranks were started; text: the message of the rank
+    """
+    if not text or code in (*QUIET, PeerLost.code, Locked.code) or SUPERVISOR in os.environ:
+        return
+    from megatron.telemetry.metrics import metrics_path
+    from megatron.telemetry.notify import open_events
+    from megatron.telemetry.run_folder import events_path
+
+    with contextlib.suppress(Failure, OSError):
+        config = config_of_job(args)
+        path = config and events_path(metrics_path(config.logging, config.checkpoint.save))
+        own = [event for event in read_events(path) if event["time"] >= began] if path else []
+        told = [event for event in own if event["event"] in ("start", "end")]
+        if (
+            not told or told[-1].get("code", PeerLost.code) != PeerLost.code
+        ):  # not of this launch; or it knows the cause
+            return
+        why = text.splitlines()[0].removeprefix("error: ")
+        events = open_events(config.logging, config.checkpoint.save, source="launcher")
+        more = dict(iteration=told[-1]["iteration"], rank=rank, level="error")
+        events.record("end", f"ended with exit code {code}: {why}", code=code, why=why, **more)
+        events.close()
 
 
 CRASH = "a crash in compiled code"

@@ -203,7 +203,7 @@ def _calibrate(path: str) -> None:
 
 
 def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
-    from megatron.planner.choose import nothing_fits, plan_problems, search_layouts
+    from megatron.planner.choose import nothing_fits, plan_problems, search_layouts, tolerance
     from megatron.planner.command import command_line, script
     from megatron.planner.plan_json import record
 
@@ -228,8 +228,9 @@ def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
         print(f"\n{command_line(config, best, cluster)}")
     if asked.picture:
         from megatron.planner.picture import draw
+        from megatron.planner.text import choice
 
-        draw(found.plans[: asked.top], cluster, asked.picture)
+        draw(found.plans[: asked.top], cluster, asked.picture, choice(found, tolerance(cluster)))
         if not asked.json:
             print(f"\nwritten: {asked.picture}")
     if asked.emit:

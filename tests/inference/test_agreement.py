@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.sampled(5)
 
 TOTAL = re.compile(r"differ by at most (\S+) of \S+ from the checkpoint's")
-SHARES = re.compile(r"rounding to (\S+) explains (\S+), (\S+) is left \(allowed: (\S+)\)")
+SHARES = re.compile(r"change by rounding to (\S+) is (\S+), the largest by .+ itself (\S+) \(allowed: (\S+)\)")
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def test_a_file_of_the_stored_numbers_has_none_to_explain(tmp_path, capsys):
     tool.main(f"reshard {tmp_path / 'fp32'} {tmp_path / 'ours'} --writers 1 --weights-only --dtype bf16".split())
     tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")])
     said = capsys.readouterr().out
-    assert "both models agree: logits of transformers" in said and "explains" not in said
+    assert "both models agree: logits of transformers" in said and "by rounding" not in said
     assert float(TOTAL.search(said)[1]) < 1e-4
 
 
@@ -99,7 +99,7 @@ def test_to_megatron_says_it_too(adapters, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "tensors equal to the bit\n" in said and "differ" not in said
     tool.main(["to-megatron", str(adapters), str(tmp_path / "merged")])
-    assert "explains" in capsys.readouterr().out
+    assert "the largest change by rounding to " in capsys.readouterr().out
 
 
 def test_from_hf_says_which_numbers_are_those_of_the_files(tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_from_hf_says_which_numbers_are_those_of_the_files(tmp_path, capsys):
 def test_rounded_weights_show_from_the_order_of_sums_on(rounding, told):
     """More than two parts in 10^5 of the largest value, whatever the difference may be."""
     found = Agreement("it", 0.001, 50.0, 0.01, rounding=rounding, total=0.002, to="bf16")
-    assert found.rounded is told and ("rounding to bf16 explains" in found.sentence) is told
+    assert found.rounded is told and ("change by rounding to bf16 is" in found.sentence) is told
     assert found.allowed == 0.5 and "allowed: 5.00e-01" in found.sentence
 
 
