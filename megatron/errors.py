@@ -80,6 +80,13 @@ def no_such_file(path: str | os.PathLike, what: str = "file") -> str:
     return f"no such {what}" + (f"; did you mean {path.with_name(name)}?" if near else "")
 
 
+def no_folder(path: Path) -> str | None:
+    """Why a path is no folder, as the second line of a message; None for a folder. path: or `storage.urls.UrlPath`"""
+    if path.is_dir():
+        return None
+    return "it is a file, and no folder" if path.exists() else "there is no such folder"
+
+
 class UsageError(Failure):
     """The command line cannot be understood: unknown flag, missing value, wrong type."""
 

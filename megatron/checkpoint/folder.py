@@ -40,7 +40,7 @@ from megatron.checkpoint.store import (
     single_part,
     write_shard,
 )
-from megatron.errors import CheckpointError, Failure, StorageError
+from megatron.errors import CheckpointError, Failure, StorageError, no_folder
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
 from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
@@ -122,7 +122,7 @@ def choose(
                 f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
                 do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
             )
-        why = None if folder.is_dir() else "there is no such folder"
+        why = no_folder(folder)
         do = why and hub.hint(folder, "python -m megatron.tools.checkpoint from-hf hf://{} OUT")
         raise CheckpointError(
             f"{folder} holds no checkpoint", why, do or ("check the path" if allow_empty is None else NEW_RUN)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
+from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean, no_folder
 from megatron.model.recipe import SCRIPTS
 from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
 from megatron.settings.schema import GROUPS
@@ -103,9 +103,9 @@ def beginning(
     if start is not None:
         record = _record(start, None)
         if record is None:
-            found = "" if location(start).is_dir() else "there is no such folder"
+            found = no_folder(location(start))
             do = "files of Paddle (.pdparams) are not read: give a folder that pretrain_gpt.py saved, or from-hf wrote"
-            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found or None, do)
+            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found, do)
         _refuse_same(start, said("save"))
         return record, dict(load=start, finetune=True)
     shapes = ("num_layers", "encoder_num_layers", "model_name_or_path")

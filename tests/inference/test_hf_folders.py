@@ -21,7 +21,7 @@ from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import hf_settings
 from megatron.tools import checkpoint as tool
-from megatron.tools import generate
+from megatron.tools import dump_samples, generate
 from megatron.training.conversion_commands import fresh_state
 
 transformers = pytest.importorskip("transformers")
@@ -163,6 +163,10 @@ def test_token_files_of_an_import_have_the_ids_of_transformers(source, tmp_path,
         line = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(out), "--append-eod", "--workers", "1"]
         preprocess_data.main([*line, *given])
         assert np.fromfile(f"{out}_text_document.bin", np.uint16).tolist() == expected, words
+    show = f"--data-path {out}_text_document --train-samples 2 --seq-length 3 --split 1,0,0 --first 1 --text"
+    dump_samples.main([*show.split(), "--load", str(tmp_path / "ours")])
+    (shown,) = map(json.loads, capsys.readouterr().out.splitlines()[-1:])
+    assert shown["text"] == theirs.decode(shown["tokens"])
     for folder, said in ((source, f"--tokenizer-model {source} reads"), (tmp_path / "none", "holds no checkpoint")):
         with pytest.raises(Failure) as raised:
             preprocess_data.main([*line, "--load", str(folder)])

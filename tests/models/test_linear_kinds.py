@@ -206,6 +206,14 @@ def test_what_a_pattern_picks():
         ("--linear =mask", "'=mask' is not PATTERN=KIND"),
         ("--linear mlp.*=mask,gate=mask", "'gate' is no linear layer of this model; each block has attention.qkv, "),
         ("--linear output=mask,embedding.word=mask", "'embedding.word' is no linear layer of this model"),
+        (
+            "--lora-rank 2 --lora-target q_proj,v_proj,mlp.down",
+            "'q_proj', 'v_proj' are no linear layers of this model; here it is attention.qkv, which",
+        ),
+        (
+            "--lora-rank 2 --lora-target q_proj,v_proj,mlp.down",
+            "; say --lora-target attention.qkv,mlp.down --lora-split-fused",
+        ),
         ("--no-fuse-attn-qkv", "leave one of the two out"),
     ],
 )
