@@ -42,6 +42,7 @@ from megatron.checkpoint.store import (
 )
 from megatron.errors import CheckpointError, Failure, StorageError, no_folder
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
+from megatron.settings.rank_env import print_notes, print_warnings
 from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
@@ -69,11 +70,21 @@ def read_tracker(folder: CheckpointPath) -> Optional[int]:
     return int(text) if text.isdecimal() else None
 
 
+def passed_over(path: CheckpointPath, why: str, iteration: int) -> str:
+    """The warning about a damaged checkpoint. iteration: of the one that was loaded instead."""
+    return f"{path} is passed over, and iteration {iteration} loaded instead: {why}"
+
+
+def rebuilt(path: CheckpointPath, files: str) -> str:
+    """The warning about files of a checkpoint that were rebuilt."""
+    return f"{files} of {path} were lost or damaged, and are rebuilt from parity"
+
+
 @dataclass(frozen=True)
 class Choice:
     """Checkpoints to try, best first, and notices for the user about the choice.
 
-    damaged: of the notices, those about a checkpoint that was passed over: (path, notice)
+    damaged: (path, what is wrong) of checkpoints that were passed over
     repaired: (path, what was rebuilt) of checkpoints
     """
 
@@ -81,6 +92,33 @@ class Choice:
     notices: tuple[str, ...] = ()
     damaged: tuple[tuple[CheckpointPath, str], ...] = ()
     repaired: tuple[tuple[CheckpointPath, str], ...] = ()
+
+
+def newest_good(folder: CheckpointPath, step: Optional[int] = None) -> CheckpointPath:
+    """The checkpoint of a folder for a command that looks at it: `choose`, with what the user should know on stderr."""
+    choice = choose(folder, step=step)
+    path = choice.paths[0]
+    print_notes(choice.notices)
+    print_warnings(passed_over(*one, _iteration_of(path)) for one in choice.damaged)
+    return path
+
+
+def newest(folder: CheckpointPath, step: Optional[int] = None) -> CheckpointPath:
+    """The checkpoint of a folder for a command that makes something of it, which outlives a warning.
+
+    So a newest one with visible damage is a CheckpointError, unless its parity files mend it, and no older one is taken.
+    """
+    choice = choose(folder, step=step, repairs=True)
+    path = choice.paths[0]
+    if choice.damaged:
+        raise CheckpointError(
+            f"the newest checkpoint of {folder} is damaged; an older one is taken only if you name it",
+            "\n  ".join(why for _, why in choice.damaged),
+            f"--ckpt-step {_iteration_of(path)}, or the path {path}, takes the newest good one",
+        )
+    print_notes(choice.notices)
+    print_warnings(rebuilt(*one) for one in choice.repaired)
+    return path
 
 
 def choose(
@@ -150,9 +188,13 @@ def _first_good(folder: CheckpointPath, paths: list[CheckpointPath], notices: li
             problem = _visible_damage(path)
         if not problem:
             return Choice(tuple(paths[place:]), tuple(notices), tuple(damaged), tuple(repaired))
-        notices.append(problem)
         damaged.append((path, problem))
-    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
+    raise _none_good(folder, notices, damaged)
+
+
+def _none_good(folder: CheckpointPath, notices: Sequence[str], damaged: Sequence[tuple[Any, str]]) -> CheckpointError:
+    said = dict.fromkeys([*notices, *(why for _, why in damaged)])
+    return CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join([*said][:8]), OTHER)
 
 
 class MemorySnapshot(Protocol):
@@ -222,7 +264,7 @@ class Restored:
     """The result of restoring a run.
 
     notices:        messages for the user
-    damaged:        of them, those about a checkpoint that was passed over: (path, notice)
+    damaged:        (path, what is wrong) of checkpoints that were passed over
     repaired:       (path, names of files) of checkpoints whose files were rebuilt
     reinitialized:  names of the tensors, over all ranks, that keep their initial values
     bytes_read:     by each rank
@@ -237,6 +279,12 @@ class Restored:
     size: int
     damaged: tuple[tuple[CheckpointPath, str], ...] = ()
     repaired: tuple[tuple[CheckpointPath, str], ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was passed over and rebuilt, in words."""
+        iteration = self.state["iteration"]
+        return [*(rebuilt(*one) for one in self.repaired), *(passed_over(*one, iteration) for one in self.damaged)]
 
     def __str__(self) -> str:
         least, most = sized(min(self.bytes_read)), sized(max(self.bytes_read))
@@ -303,7 +351,6 @@ def restore(
                     continue
             if step is not None or len(choice.paths) == 1:
                 raise
-            notices.append(str(problem))
             damaged.append((path, str(problem)))
         else:
             notices += [f"{path}: {notice}" for _, some, *_ in loaded for notice in some]
@@ -313,7 +360,7 @@ def restore(
             return Restored(path, loaded[0][0], notices, tuple(new), read, size, tuple(damaged), tuple(repaired))
     if not choice.paths:
         return None
-    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
+    raise _none_good(folder, notices, damaged)
 
 
 def _load(

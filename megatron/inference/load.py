@@ -37,7 +37,7 @@ from megatron.optimizer.units import flat_memory, flat_units_of, materialise, ow
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import FILES, located, refuse_lost
 from megatron.settings.general_rules import violations
-from megatron.settings.rank_env import print_notes
+from megatron.settings.rank_env import print_notes, print_warnings
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
 
@@ -173,9 +173,12 @@ def load_model(
         facts = facts_of(config, record["vocab_size"])
         pieces, layers = quantized_pieces(chunks, pieces, facts, stored, mesh.coordinates)
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    print_notes(restored.notices)
+    print_warnings(restored.warnings)
     if stored:
         free_weights(chunks, layers)
-    found = restored.state["iteration"], restored.path, restored.notices
+    record = restored.state  # not that of `_record` if a damaged checkpoint was passed over, or mended
+    found = record["iteration"], restored.path, ()
     if batch_invariant:
         make_invariant(chunks, config)
     whole = Loaded(plan.model.eval(), config, record, record["vocab_size"], *found, batch_invariant)

@@ -99,10 +99,13 @@ def follow(folder: str, model: ServedModel, weights: Weights) -> Callable[[], As
     """
 
     async def watch() -> None:
-        refused = ""
+        refused, said = "", set()
         while True:
             await asyncio.sleep(LOOK)
-            newest = await asyncio.to_thread(_newest, folder)
+            newest, problems = await asyncio.to_thread(_newest, folder)
+            for problem in problems.difference(said):
+                log.warning("not taken: %s", problem)
+            said |= problems
             if newest in (None, str(weights.loaded.path), refused):
                 continue
             refused = newest  # until it is taken
@@ -126,14 +129,16 @@ def _renew_all(weights: Weights, newest: str):
     return weights.engine(), weights.version, failure
 
 
-def _newest(folder: str) -> Optional[str]:
+def _newest(folder: str) -> tuple[Optional[str], set[str]]:
+    """(the newest checkpoint without visible damage, what is wrong with newer ones)"""
     from megatron.checkpoint.folder import choose
     from megatron.storage.urls import location
 
     try:
-        return str(choose(location(folder)).paths[0])
+        choice = choose(location(folder))
+        return str(choice.paths[0]), {why for _, why in choice.damaged}
     except (Failure, OSError):  # it may be written or deleted at this moment
-        return None
+        return None, set()
 
 
 def names_of(folders: list[str]) -> list[str]:

@@ -197,6 +197,12 @@ def print_notes(notes: Iterable[str]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings on standard error, on the first rank alone."""
+    for warning in warnings if ranks().rank == 0 else ():
+        print(f"warning: {warning}", file=sys.stderr)
+
+
 def ranks(env: Mapping[str, str] = os.environ) -> Ranks:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises SettingsError for an invalid number."""
     given = {}

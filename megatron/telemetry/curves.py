@@ -6,13 +6,19 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
+LAST_STEPS = 16  # in the mean that stands for the training loss of a run, in tables and, at first, in curves
+
 
 class Curve(NamedTuple):
-    """Points to draw. y: the values, smooth: their running mean at the same places, None without smoothing."""
+    """Points to draw. y: the values, smooth: their running mean at the same places, None without smoothing.
+
+    steps: values of the whole curve, of which a mean cannot have more
+    """
 
     x: np.ndarray
     y: np.ndarray
     smooth: Optional[np.ndarray] = None
+    steps: int = 0
 
 
 def known_places(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -22,47 +28,34 @@ def known_places(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def smoothed(values: np.ndarray, window: int) -> Optional[np.ndarray]:
-    """The running mean over `window` steps; None without a window, or for too few values."""
-    count = len(values)
-    return running_mean(values, min(window // 2, (count - 1) // 2)) if window > 1 and count > 2 else None
+    """The means of the last `window` values; None without a window, or for a single value."""
+    return running_mean(values, window) if window > 1 and len(values) > 1 else None
 
 
-def running_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """The running mean over a centred window of 2 x `half` + 1 values, so that a falling curve is not delayed.
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """At each place the mean of the last `window` values up to there, of fewer at the start.
 
-    At the end, where half of the window is missing, it continues as the straight line through the last full window: a mean
-    of fewer and fewer points would follow the noise of the last one. At the start, where a curve falls by more than its
-    noise, the window shrinks.
+    It ends as the mean that tables give for the last steps, and never leaves the range of the values.
 
-    >>> running_mean(np.array([2.0, 4.0, 9.0]), 1).tolist()
-    [2.0, 5.0, 8.5]
+    >>> running_mean(np.array([2.0, 4.0, 9.0]), 2).tolist()
+    [2.0, 3.0, 6.5]
     """
-    count, place = len(values), np.arange(len(values))
-    window = min(count, 2 * half + 1)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    reach = np.minimum(half, place)
-    low, high = place - reach, np.minimum(place + reach + 1, count)
-    means = (sums[high] - sums[low]) / (high - low)
-    if half and count:
-        slope, middle, mean = _line(values[count - window :])
-        means[count - half :] = mean + slope * (place[count - half :] - (count - window) - middle)
-    return means
-
-
-def _line(values: np.ndarray) -> tuple[float, float, float]:
-    """(slope, middle, mean) of the straight line through values at 0, 1, 2 ... by least squares."""
-    middle, mean = (len(values) - 1) / 2, float(values.mean())
-    away = np.arange(len(values)) - middle
-    return float(away @ values) / (float(away @ away) or 1.0), middle, mean
+    count, window = len(values), min(window, len(values))
+    blocks = np.zeros((-(-count // window), window))
+    blocks.ravel()[:count] = values
+    # A window is the tail of one block and the head of the next: no sum has a value from outside, such as an outlier.
+    sums, tails = blocks.cumsum(1), blocks[:, ::-1].cumsum(1)[:, ::-1]
+    sums[1:, :-1] += tails[:-1, 1:]
+    return sums.ravel()[:count] / np.minimum(np.arange(1, count + 1), window)
 
 
 def thinned(curve: Curve, width: int) -> Curve:
     """The curve with the points that `extremes` keeps. The running mean is read at the same places."""
-    x, y, smooth = curve
+    x, y, smooth, steps = curve
     places, values = extremes(x, y, width)
     if len(places) == len(x):
         return curve
-    return Curve(x[places], values, None if smooth is None else smooth[places])
+    return Curve(x[places], values, None if smooth is None else smooth[places], steps)
 
 
 def extremes(x: np.ndarray, y: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -325,12 +325,12 @@ class History:
 def _drawn(x: np.ndarray, y: np.ndarray, between, width: int, window: int) -> Curve:
     places = known_places(x, y)
     x, y = x[places], y[places]
-    smooth = smoothed(y, window)
+    smooth, steps = smoothed(y, window), len(y)
     if between is not None:  # with one point outside on each side, so that lines reach the edges
         low = max(0, int(np.searchsorted(x, between[0])) - 1)
         high = int(np.searchsorted(x, between[1], side="right")) + 1
         x, y, smooth = x[low:high], y[low:high], None if smooth is None else smooth[low:high]
-    return thinned(Curve(x, y, smooth), width)
+    return thinned(Curve(x, y, smooth, steps), width)
 
 
 def _add_rows(tables: dict[str, HeatTable], iteration: int, rows: dict[str, list[float]]) -> None:

@@ -10,20 +10,21 @@ draws those of all chosen ranks, and a line of the log gives the time in waits f
 """
 
 import gzip
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Optional
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.errors import StorageError
 from megatron.settings import schema
 from megatron.storage.urls import local_folder
 from megatron.telemetry import lanes, lanes_drawing
+from megatron.telemetry.figures import size
 from megatron.telemetry.phases import PHASES
 
 COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # prefixes of names of collectives
@@ -96,9 +97,11 @@ class Profiler:
             _add_lanes(trace, own)
             own.write(self.folder / f"rank_{self.rank}.lanes.json")
             picture = lanes_drawing.draw_profiled(self.folder, own, self.ranks)
-            summary = f"{overview(*_busy(done.events(), self.device.type))}\n{lanes.exposed_line(own.bars)}"
+            whole, *busy = _busy(done.events(), self.device.type)
+            summary, elapsed = f"{overview(whole, *busy)}\n{lanes.exposed_line(own.bars)}", whole[1] - whole[0]
             text.write_text(
-                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{summary}\n\n" + self._tables(averages)
+                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{summary}\n\n"
+                + self._tables(averages, elapsed)
             )
         except OSError as error:
             raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
@@ -108,28 +111,28 @@ class Profiler:
         )
         for line in summary.splitlines():
             self.log(line)
-        self.log(_table(_without_phases(averages), self._sort(), PRINTED))
+        self.log(_table(_without_phases(averages), self._sort(), PRINTED, elapsed))
 
     def _sort(self) -> str:
         return "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
 
-    def _tables(self, averages: EventList) -> str:
-        phases = EventList([event for event in averages if event.key in PHASE_WORDS])
+    def _tables(self, averages: EventList, elapsed: float) -> str:
+        # A GPU has rows of the phases, too, whose times the rows of the host hold.
+        phases = [event for event in averages if event.key in PHASE_WORDS and event.device_type == DeviceType.CPU]
         operators = _without_phases(averages)
-        sent = EventList([event for event in operators if event.key.lower().startswith(COMMUNICATION)])
+        sent = [event for event in operators if event.key.lower().startswith(COMMUNICATION)]
         memory = "self_device_memory_usage" if self.device.type == "cuda" else "self_cpu_memory_usage"
-        holders = EventList((event for event in operators if getattr(event, memory)), profile_memory=True)
+        holders = [event for event in operators if getattr(event, memory)]
         tables = {
-            "Phases of a step (total times; recomputation and hooks lie in the backward pass)": (
-                phases,
-                "cpu_time_total",
-            ),
-            "Operators": (operators, self._sort()),
-            "Communication (including waits for other ranks)": (sent, "cpu_time_total"),
-            "Memory (allocated minus freed, by the operator itself)": (holders, memory),
+            "Phases of a step (recomputation and hooks lie in the backward pass)": (phases, "cpu_time_total", False),
+            "Operators": (operators, self._sort(), True),
+            "Communication (including waits for other ranks)": (sent, "cpu_time_total", True),
+            "Memory (allocated minus freed, by the operator itself)": (holders, memory, True),
         }
-        return "\n".join(
-            f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events
+        return f"Percentages are of the {elapsed / 1e3:.1f} ms that were profiled.\n\n" + "\n".join(
+            f"{title}\n{_table(events, sort, ROWS, elapsed, own)}\n"
+            for title, (events, sort, own) in tables.items()
+            if events
         )
 
 
@@ -182,9 +185,35 @@ def _length(intervals: Iterable[Interval]) -> float:
     return covered
 
 
-def _without_phases(averages: EventList) -> EventList:
-    return EventList([event for event in averages if event.key not in PHASE_WORDS])
+def _without_phases(averages: EventList) -> list[FunctionEventAvg]:
+    return [event for event in averages if event.key not in PHASE_WORDS]
 
 
-def _table(events: EventList, sort: str, rows: int) -> str:
-    return events.table(sort_by=sort, row_limit=rows, max_name_column_width=WIDTH)
+def _table(events: Sequence[FunctionEventAvg], sort: str, rows: int, elapsed: float, own: bool = True) -> str:
+    """The largest events by a field, with torch's columns. torch's own table takes percentages of the sum over its rows.
+
+    elapsed: the microseconds that are 100 %; own: with the time and memory of an event without the operators that it calls
+    """
+    shown = sorted(events, key=lambda event: getattr(event, sort), reverse=True)[:rows]
+    columns = {"Name": [event.key if len(event.key) <= WIDTH else f"{event.key[: WIDTH - 3]}..." for event in shown]}
+
+    def add(title: str, name: str) -> None:
+        times = [getattr(event, name) for event in shown]
+        columns[f"{title} %"] = [f"{time / max(elapsed, 1e-9):.2%}" for time in times]
+        columns[title] = [f"{time / 1e3:,.3f} ms" for time in times]
+
+    for device, kind in (("CPU", "cpu"), ("CUDA", "device")):
+        if kind == "cpu" or any(event.device_time_total for event in shown):
+            if own:
+                add(f"Self {device}", f"self_{kind}_time_total")
+            add(f"{device} total", f"{kind}_time_total")
+        used = [getattr(event, f"self_{kind}_memory_usage") for event in shown]
+        if own and any(used):
+            columns[f"Self {device} Mem"] = [f"{'-' * (held < 0)}{size(abs(held))}" for held in used]
+    columns["# of Calls"] = [f"{event.count:,}" for event in shown]
+    widths = {title: max(map(len, (title, *cells))) for title, cells in columns.items()}
+    lines = [columns, *(dict(zip(columns, row)) for row in zip(*columns.values()))]
+    aligned = lambda title, cell: cell.ljust(widths[title]) if title == "Name" else cell.rjust(widths[title])
+    return "\n".join(
+        "  ".join(aligned(title, line[title] if line is not columns else title) for title in columns) for line in lines
+    )

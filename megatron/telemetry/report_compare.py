@@ -15,12 +15,12 @@ from typing import Any, Optional
 import numpy as np
 
 from megatron.settings.declare import dashed
+from megatron.telemetry.curves import LAST_STEPS
 from megatron.telemetry.figures import count, duration
 from megatron.telemetry.history import History
 from megatron.telemetry.report_page import Grid, Section, Tile
 
 ALWAYS = ("code commit", "--seed")  # listed even if they are the same
-LAST = 20  # steps in the mean that is the final training loss of a run
 PLACES = (  # settings of paths and names, which do not affect training
     *("--save", "--load", "--metrics-file", "--log-file", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name"),
     *("--heartbeat-dir", "--profile-dir", "--save-copy", "--save-mirror", "--kill-switch-file"),
@@ -69,7 +69,7 @@ def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
     for name in named(runs):
         rows[f"{name}, step 1"] = [_at_step_1(history, name) for history in runs.values()]
         means = {key: _mean_until(history, name, common) for key, history in runs.items()}
-        rows[f"{name}, mean of {min(LAST, common)} steps to {common:,}"] = list(means.values())
+        rows[f"{name}, mean of {min(LAST_STEPS, common)} steps to {common:,}"] = list(means.values())
         rows |= _evaluations(runs, name)
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
@@ -91,7 +91,7 @@ def _at_step_1(history: History, name: str) -> Optional[float]:
 
 def _mean_until(history: History, name: str, end: int) -> Optional[float]:
     values = history.steps[name][history.steps["iteration"] <= end]
-    values = values[np.isfinite(values)][-LAST:].tolist()
+    values = values[np.isfinite(values)][-LAST_STEPS:].tolist()
     return statistics.fmean(values) if values else None
 
 

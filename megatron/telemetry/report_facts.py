@@ -17,8 +17,8 @@ import numpy as np
 from megatron.errors import DataError
 from megatron.settings.declare import dashed
 from megatron.telemetry import heat_map
+from megatron.telemetry.curves import LAST_STEPS, running_mean
 from megatron.telemetry.directions import best_of
-from megatron.telemetry.events import count_restarts
 from megatron.telemetry.figures import count, duration, seconds, several, size
 from megatron.telemetry.history import OWN_TIME, History
 from megatron.telemetry.rank_times import PARTS
@@ -52,16 +52,15 @@ def subtitle(history: History) -> str:
     return " \u00b7 ".join(word for word in [*words, str(run.get("time") or "")[:16].replace("T", " ")] if word)
 
 
-def tiles(history: History, evaluation: Any = None, events: Sequence[dict] = ()) -> list[tuple[str, str, str]]:
+def tiles(history: History, evaluation: Any = None, restarts: int = 0) -> list[tuple[str, str, str]]:
     """The numbers at the top of the page: (value, name, remark)."""
     steps, last = history.steps, history.steps[-1]
-    restarts = count_restarts(events) if events else max(0, len(history.starts) - 1)
-    rows, losses = [judged(history)] if history.figures else [], steps[history.loss][-20:]
-    losses = losses[np.isfinite(losses)].tolist()
-    if losses:
-        mean = f"mean of the last {len(losses)} steps" if len(losses) > 1 else "of the last step"
-        first = steps.known(history.loss)[0]
-        rows.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
+    rows, losses = [judged(history)] if history.figures else [], steps.known(history.loss)
+    if len(losses):
+        last_ones = min(LAST_STEPS, len(losses))
+        mean = f"mean of the last {last_ones} steps" if last_ones > 1 else "of the last step"
+        value = running_mean(losses, LAST_STEPS)[-1]
+        rows.append((f"{value:.3f}", "training loss", f"{mean}; the first was {losses[0]:.3f}"))
     if held := perplexity(history, evaluation):
         rows.append((f"{held[0]:,.1f}", "perplexity", held[1]))
     rows.append(
@@ -108,10 +107,10 @@ def perplexity(history: History, evaluation: Any = None) -> Optional[tuple[float
     held_out = _find_perplexity(evaluation, "")
     if held_out:
         return held_out
-    valid = [e for e in history.evals if e.get("split") == "validation" and e.get(LOSS) is not None]
-    if not valid:
+    valid = history.evaluation(LOSS)  # as in the chart
+    if not len(valid.x):
         return None
-    return math.exp(min(20, valid[-1][LOSS])), f"of validation during training, at iteration {valid[-1]['iteration']:,}"
+    return math.exp(min(20, valid.y[-1])), f"of validation during training, at iteration {int(valid.x[-1]):,}"
 
 
 def _find_perplexity(record, name: str) -> Optional[tuple[float, str]]:
@@ -272,7 +271,7 @@ def totals(history: History, events: Sequence[dict] = ()) -> dict[str, str]:
         "steps of another run": f"{history.interleaved:,}, which wrote to the same file" * bool(history.interleaved),
     }
     for evaluation in {e.get("split"): e for e in history.evals if e.get(loss) is not None}.values():
-        rows[f"last {evaluation['split']} loss"] = f"{evaluation[loss]:.4f}"
+        rows[f"{'final' if evaluation.get('final') else 'last'} {evaluation['split']} loss"] = f"{evaluation[loss]:.4f}"
     return {name: value for name, value in rows.items() if value}
 
 

@@ -34,7 +34,6 @@ from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, no_folder, run_main
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings import rank_env
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.positional import divide
@@ -186,10 +185,10 @@ def inspect(path: Path, which: WhichCheckpoint, how: InspectOptions) -> None:
 def verify(path: Path, which: WhichCheckpoint, how: VerifyOptions) -> None:
     """Compare every byte of a checkpoint, or of all of a folder, with its checksum. Exit code 5: something is wrong."""
     from megatron.checkpoint import survey
-    from megatron.checkpoint.folder import checkpoints, choose
+    from megatron.checkpoint.folder import checkpoints, choose, newest_good
 
     if (path / "index.json").exists() or which.ckpt_step is not None or not how.all:
-        folders = [choose(path, step=which.ckpt_step).paths[0]]
+        folders = [newest_good(path, which.ckpt_step)]
     else:
         folders = list(checkpoints(path).values())
     if not folders:
@@ -266,7 +265,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[how.dtype]
     if dtype is not None and not how.weights_only:
         raise UsageError("--dtype converts weights; optimizer state must stay as it is", do="add --weights-only")
-    with open_reader(path, which) as reader:
+    with open_reader(path, which, copies=True) as reader:
         if out.resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
             raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
         if (out / "index.json").exists() or checkpoints(out):
@@ -355,20 +354,18 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
 # ---- what commands share ---------------------------------------------------------------------------------------------
 
 
-def open_reader(path: Path, which: WhichCheckpoint):
-    """The checkpoint that `path` and --ckpt-step mean, open; notices go to stderr."""
-    from megatron.checkpoint.folder import choose
+def open_reader(path: Path, which: WhichCheckpoint, copies: bool = False):
+    """The checkpoint that `path` and --ckpt-step mean, open; notices go to stderr. copies: the command writes one."""
+    from megatron.checkpoint.folder import newest, newest_good
     from megatron.checkpoint.reader import Reader
 
-    choice = choose(path, step=which.ckpt_step)
-    rank_env.print_notes(choice.notices)
-    return Reader(choice.paths[0])
+    return Reader((newest if copies else newest_good)(path, which.ckpt_step))
 
 
 def base_for(reader, out: Path, given: Optional[str]) -> dict:
     """The entry about the base of adapters in a copy at `out`; empty for other checkpoints. given: --base."""
     from megatron.checkpoint.base_checkpoint import BASE, base_record, find_base, open_checkpoint
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
 
     if not reader.state.get(BASE):
         if given is not None:
@@ -376,7 +373,7 @@ def base_for(reader, out: Path, given: Optional[str]) -> dict:
         return {}
     if given is None:
         return {BASE: base_record(open_checkpoint(reader.folder).base.folder, str(out))}
-    return {BASE: base_record(find_base(reader, choose(location(given)).paths[0]).folder, str(out))}
+    return {BASE: base_record(find_base(reader, newest(location(given))).folder, str(out))}
 
 
 def changed_settings(saved: dict) -> dict:

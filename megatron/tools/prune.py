@@ -92,7 +92,7 @@ def pruned(
 ) -> list[str]:
     """Prune as the options say; returns lines about the result."""
     check(options, how, given)
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.inference import prune
 
     def plan(network: prune.Network, reader) -> prune.SmallerModel:
@@ -100,16 +100,16 @@ def pruned(
         network.check(sizes, options.tensor_model_parallel_size)
         rank_env.print_notes(untouched(network.model, how, targets))
         if how.prune_criterion in ON_TEXT:
-            found = by_text(network, options, how.prune_criterion, sizes)
+            found = by_text(network, source, options, how.prune_criterion, sizes)
         else:
             found = prune.norms(network, reader.read, how.prune_criterion)
         return prune.plan(network, sizes, found, targets.prune_layers)
 
-    source = choose(location(options.load), step=options.ckpt_step).paths[0]
+    source = newest(location(options.load), options.ckpt_step)
     return lines_of(*prune.prune(source, location(options.save), plan), how.prune_criterion)
 
 
-def by_text(network, options: ToolOptions, criterion: str, sizes: ModelSizes) -> Any:
+def by_text(network, source, options: ToolOptions, criterion: str, sizes: ModelSizes) -> Any:
     """The importance of the units of a `prune.Network` on --calibration-data: by the gradient of the loss, or by the loads
     of experts.
     """
@@ -129,7 +129,7 @@ def by_text(network, options: ToolOptions, criterion: str, sizes: ModelSizes) ->
             f"--prune-criterion {criterion}: {options.load} is no model that predicts the next token of a text",
             do="choose l1_norm or l2_norm",
         )
-    loaded = load_model(options.load, device=device, precision=options.precision, step=options.ckpt_step)
+    loaded = load_model(str(source), device=device, precision=options.precision)
     length = loaded.window(options.seq_length, least=2)
     text, count = options.calibration_data or [], options.calibration_samples
     refuse_other_tokens(loaded, text, "--calibration-data")

@@ -87,7 +87,7 @@ def build(place: Path, title: Optional[str] = None) -> str:
         Section("The run", tables=[("", facts.provenance(history))]),
         Section("Settings", tables=list(facts.settings(history).items()), folded=True),
     ]
-    tiles = facts.tiles(history, evaluation, events)
+    tiles = facts.tiles(history, evaluation, run.restarts)
     return page_with_data(title, facts.subtitle(history), tiles, sections, Runs.of({title: run}, pictures_of))
 
 

@@ -21,6 +21,7 @@ from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, Parallel, TokenizerSettings, setting
 from megatron.settings.statements import failing_in_users_words, given_values
+from megatron.storage.urls import location
 from megatron.telemetry.figures import size as in_units
 
 
@@ -31,6 +32,7 @@ class TeacherLogitsOptions:
     load: str = setting("folder of the teacher's checkpoints, or one checkpoint")
     output: str = setting("folder for the logits")
     train_samples: int = setting("samples to store: as many as the students train on, or those of an epoch")
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     top_k: int = setting("largest logits of each token to store", 64, "--logits-save-top-k")
     kd_temperature: float = setting("temperature of the students", 1.0)
     seq_length: Optional[int] = setting("tokens of a sample (default: as the teacher was trained)", None)
@@ -78,13 +80,15 @@ def check(options: TeacherLogitsOptions, data: Data) -> None:
 
 def store_logits(options: TeacherLogitsOptions, data: Data, tokenizer: dict, context) -> None:
     """Store the files that are missing, on the ranks of a job (`mpu.initialize.RankContext`)."""
+    from megatron.checkpoint.folder import newest
     from megatron.inference.load import load_model
 
     def say(text: str) -> None:
         if context.is_rank_zero:
             print(text, flush=True)
 
-    loaded = load_model(options.load, device=context.device, precision=options.precision, mesh=context.mesh)
+    load = context.from_rank_zero(lambda: str(newest(location(options.load), options.ckpt_step)))
+    loaded = load_model(load, device=context.device, precision=options.precision, mesh=context.mesh)
     settings = settings_of(options, data, loaded)
     store = create_store(options.output, settings, context)
     loader = samples_of(options, replace(data, dataloader_type="single"), tokenizer, loaded, settings.seq_length, say)

@@ -133,8 +133,10 @@ def build_run(
     heartbeat.beat("index")
     datasets, batches = build_data(config, recipe, context, model, start.state, log)
     heartbeat.beat("load")
-    start.notices.extend(attach_teacher(config, context, model.stages, vocab_size, model.vocabulary, batches[0]))
-    start.notices.extend(attach_frozen(config, context, model.stages, vocab_size, model.vocabulary))
+    start.notices.extend(
+        attach_teacher(config, context, model.stages, vocab_size, model.vocabulary, batches[0], events)
+    )
+    start.notices.extend(attach_frozen(config, context, model.stages, vocab_size, model.vocabulary, events))
     config, start = follow_checkpoint(config, context, model, start)
     log_start(config, recipe, context, model, start, datasets, batches[0], log)
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.base_checkpoint import BASE, base_names, base_record, open_checkpoint
 from megatron.checkpoint.first_launch import may_begin, same_place
-from megatron.checkpoint.folder import Restored, checkpoints, restore
+from megatron.checkpoint.folder import Restored, checkpoints, passed_over, rebuilt, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.memory_snapshots import MemorySnapshots, forget_snapshots
 from megatron.checkpoint.reader import Reader
@@ -203,9 +203,7 @@ def _refuse_unfit(
 
 def _notices(restored: Restored, record: dict[str, Any], vocabulary: Sequence[str]) -> list[str]:
     """What the user should know about the checkpoint; events tell about damaged ones."""
-    in_events = {notice for _, notice in restored.damaged}
-    notices = [notice for notice in restored.notices if notice not in in_events]
-    notices.append(f"loaded checkpoint {restored}")
+    notices = [*restored.notices, f"loaded checkpoint {restored}"]
     if vocabulary and record.get("vocabulary") and not changes.same_vocabulary(record, vocabulary):
         notices.append(
             "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
@@ -231,19 +229,15 @@ def new_weights(names: tuple[str, ...]) -> list[str]:
 
 
 def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
-    """Record the damaged checkpoints that were passed over or repaired. iteration: of the one that was loaded instead."""
+    """Record the damaged checkpoints that were passed over or repaired, if any. iteration: of the one that was loaded."""
     for path, files in restored.repaired:
         events.record(
-            "repaired_checkpoint",
-            f"{files} of {path} were lost or damaged, and are rebuilt from parity",
-            iteration=iteration,
-            checkpoint=str(path),
-            files=files,
+            "repaired_checkpoint", rebuilt(path, files), iteration=iteration, checkpoint=str(path), files=files
         )
     for path, notice in restored.damaged:
         events.record(
             "damaged_checkpoint",
-            f"{path} is passed over, and iteration {iteration} loaded instead: {notice}",
+            passed_over(path, notice, iteration),
             iteration=iteration,
             checkpoint=str(path),
             why=notice,

@@ -130,14 +130,14 @@ class FromPeftOptions:
 
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
     """Export a decoder, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.convert import hf_files, huggingface
     from megatron.mpu.initialize import DTYPES
 
-    file_bytes, choice = hf_files.bytes_of(how.max_shard_size), choose(path, step=which.ckpt_step)
+    file_bytes, source = hf_files.bytes_of(how.max_shard_size), newest(path, which.ckpt_step)
     options = dict(check=not how.unchecked, file_bytes=file_bytes)
-    notes = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], given, **options)
-    print("\n  ".join([*notes, *choice.notices]))
+    notes = huggingface.to_hf(source, out, DTYPES[how.dtype], given, **options)
+    print("\n  ".join(notes))
 
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
@@ -150,13 +150,13 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
             do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline, experts)",
         )
 
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.convert import megatron_dist_export, megatron_export
     from megatron.mpu.initialize import DTYPES
 
-    choice = choose(path, step=which.ckpt_step)
+    source = newest(path, which.ckpt_step)
     notes = megatron_export.to_megatron(
-        choice.paths[0],
+        source,
         out,
         tp=tp,
         pp=pp,
@@ -167,7 +167,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         check=not how.unchecked,
         log=lambda text: print(text, file=sys.stderr),
     )
-    print("\n  ".join([*notes, *choice.notices]))
+    print("\n  ".join(notes))
 
 
 def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
@@ -206,14 +206,14 @@ def from_dcp(path: Path, out: Path, which, how: FromDCPOptions) -> None:
 
 def to_dcp(path: Path, out: Path, which, how: ToDCPOptions, given: Mapping[str, Any]) -> None:
     """Export a decoder with Adam's state for torchtitan or NeMo Automodel; nothing is written if it reads back changed."""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.convert import dcp
     from megatron.mpu.initialize import DTYPES
 
-    choice = choose(path, step=which.ckpt_step)
+    source = newest(path, which.ckpt_step)
     more = dict(optimizer=not how.weights_only, check=not how.unchecked)
-    notes = dcp.to_dcp(choice.paths[0], out, how.names, DTYPES[how.dtype], given, **more)
-    print("\n  ".join([*notes, *choice.notices]))
+    notes = dcp.to_dcp(source, out, how.names, DTYPES[how.dtype], given, **more)
+    print("\n  ".join(notes))
 
 
 def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
@@ -238,28 +238,28 @@ def check_writers(count: int) -> None:
 
 
 def _merge(merge: Callable[..., Path], path: Path, out: Path, which, how: MergeOptions, notices=()) -> None:
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
 
     check_writers(how.writers)
-    choice = choose(path, step=which.ckpt_step)
-    made = merge(choice.paths[0], out, how.writers)
-    print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *notices, *choice.notices]))
+    source = newest(path, which.ckpt_step)
+    made = merge(source, out, how.writers)
+    print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *notices]))
 
 
 def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
     """Make a mixture of experts from a dense GPT that computes the same function: --num-experts, and --moe- flags."""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.convert.upcycled import upcycle as write
 
     check_writers(how.writers)
-    choice = choose(path, step=which.ckpt_step)
+    source = newest(path, which.ckpt_step)
     more = dict(seed=how.seed, writers=how.writers, check=not how.unchecked)
-    print("\n  ".join([*write(choice.paths[0], out, given, **more), *choice.notices]))
+    print("\n  ".join(write(source, out, given, **more)))
 
 
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     """Quantize a model: a checkpoint for generation, evaluation, the server and exports, without optimizer state."""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.checkpoint.reshard import rewrite
     from megatron.convert.merged import merged_first
     from megatron.inference.load import load_model
@@ -269,26 +269,25 @@ def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     if how.quantize is None:
         raise UsageError("missing: --quantize", do="--quantize int8, int8-dynamic or int4")
     check_free(out)
-    choice = choose(path, step=which.ckpt_step)
-    with merged_first(choice.paths[0], out) as source:
-        loaded = load_model(str(source), quantize=how)
-        written = rewrite(source, out, lambda reader: quantized(loaded, how))
-    said = [f"{written}: {how.quantize}, to be loaded with --load {out}", *loaded.notices, *choice.notices]
-    print("\n  ".join(said))
+    source = newest(path, which.ckpt_step)
+    with merged_first(source, out) as merged:
+        loaded = load_model(str(merged), quantize=how)
+        written = rewrite(merged, out, lambda reader: quantized(loaded, how))
+    print("\n  ".join([f"{written}: {how.quantize}, to be loaded with --load {out}", *loaded.notices]))
 
 
 def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str, Any]) -> None:
     """Export LoRA adapters as a folder of PEFT, Hugging Face's library: adapter_config.json, adapter_model.safetensors."""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.convert import peft
 
-    choice = choose(path, step=which.ckpt_step)
-    print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model, given), *choice.notices]))
+    source = newest(path, which.ckpt_step)
+    print("\n  ".join(peft.to_peft(source, out, how.base_model, given)))
 
 
 def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
     """Import LoRA adapters of PEFT as a checkpoint of adapters on --base, a checkpoint of the model they belong to."""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.folder import newest
     from megatron.convert import peft
     from megatron.storage.new_folder import check_free
     from megatron.storage.urls import location
@@ -296,9 +295,9 @@ def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
     if how.base is None:
         raise UsageError("from-peft needs the model of the adapters", do="--base DIR, which from-hf writes")
     check_free(out)
-    choice = choose(location(how.base), step=which.ckpt_step)
-    notes = peft.from_peft(path, out, choice.paths[0], fresh_state(), check=not how.unchecked)
-    print("\n  ".join([*notes, *choice.notices, f"train on with --load {out} --finetune"]))
+    base = newest(location(how.base), which.ckpt_step)
+    notes = peft.from_peft(path, out, base, fresh_state(), check=not how.unchecked)
+    print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
 
 
 def fresh_state() -> dict:

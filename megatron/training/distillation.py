@@ -21,6 +21,7 @@ from megatron.mpu.chunks import row_numbers
 from megatron.mpu.distillation_loss import DistillationLoss, TeacherLoss, TopKLoss
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
+from megatron.telemetry.events import EventLog
 from megatron.training.frozen_model import FrozenModel, load_frozen
 
 
@@ -31,6 +32,7 @@ def attach_teacher(
     vocab_size: int,
     vocabulary: Optional[str],
     train: Optional[MicroBatchLoader],
+    events: EventLog,
 ) -> list[str]:
     """Attach the teacher, or its stored logits, to the student's last stage. Returns notices. All ranks call it.
 
@@ -46,7 +48,7 @@ def attach_teacher(
             "leave it out",
         )
     if settings.teacher_load:
-        return attach_model(config, context, stages, vocab_size, vocabulary)
+        return attach_model(config, context, stages, vocab_size, vocabulary, events)
     store = open_store(config, vocab_size, vocabulary)
     for stage in stages:
         if stage.last:
@@ -55,7 +57,12 @@ def attach_teacher(
 
 
 def attach_model(
-    config: schema.Config, context: RankContext, stages: Sequence[LanguageModel], vocab_size: int, vocabulary
+    config: schema.Config,
+    context: RankContext,
+    stages: Sequence[LanguageModel],
+    vocab_size: int,
+    vocabulary: Optional[str],
+    events: EventLog,
 ) -> list[str]:
     """Load the teacher of --teacher-load on the ranks that compare something with it. Returns notices."""
     held = [int(n) for stage in stages for n in stage.blocks]
@@ -71,6 +78,7 @@ def attach_model(
         vocab_size,
         vocabulary,
         stages,
+        events,
         lambda settings: 1 + max(own_pairs(settings).values(), default=-1),
     )
     if teacher is None:

@@ -4,7 +4,7 @@
 It may have another size. It sees the micro-batches of the trained model's last stage, and gives its logits (a teacher's,
 `training/distillation.py`) or its losses of tokens (a reference to compare with):
 
-    frozen, notices = load_frozen("--teacher-load", folder, config, context, vocab_size, vocabulary, stages)
+    frozen, notices = load_frozen("--teacher-load", folder, config, context, vocab_size, vocabulary, stages, events)
     if frozen is not None:  # this rank has the last stage
         losses = frozen.token_losses(batch)  # [s, b] fp32, unmasked; the log-probability of a label is minus this
 
@@ -38,6 +38,8 @@ from megatron.optimizer.units import OwnedRange, flat_memory, flat_units_of, mat
 from megatron.optimizer.weights import ParameterBuffers
 from megatron.settings import schema
 from megatron.storage.urls import location
+from megatron.telemetry.events import EventLog
+from megatron.training.checkpointing import record_damage
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,13 @@ def attach_frozen(
     stages: Sequence[torch.nn.Module],
     vocab_size: int,
     vocabulary: Optional[str],
+    events: EventLog,
 ) -> list[str]:
     """Load the model of `Recipe.frozen`, and attach its losses of tokens to the last stage. Returns notices."""
     asked = recipe_of(config).frozen(config)
     if asked is None:
         return []
-    frozen, notices = load_frozen(*asked, config, context, vocab_size, vocabulary, stages)
+    frozen, notices = load_frozen(*asked, config, context, vocab_size, vocabulary, stages, events)
     for stage in stages:
         if stage.last:
             stage.frozen_losses = frozen.token_losses
@@ -106,6 +109,7 @@ def load_frozen(
     vocab_size: int,
     vocabulary: Optional[str],
     stages: Sequence[torch.nn.Module],
+    events: EventLog,
     first_layers: Callable[[schema.Config], int] = lambda settings: 0,
 ) -> tuple[Optional[FrozenModel], list[str]]:
     """Load a frozen model on the ranks of the last stage, and notices for the user. All ranks call it.
@@ -113,6 +117,7 @@ def load_frozen(
     flag: the setting that names `folder`, a folder of checkpoints or one of them, for messages
     config, vocab_size, vocabulary: of the run; vocabulary: its tokenizer's fingerprint, None for plain numbers
     stages: this rank's stages of the trained model
+    events: get a damaged checkpoint that is passed over
     first_layers: settings of the frozen model -> how many of its first layers this rank needs, without the last stage
     Raises CheckpointError if there is no such model, SettingsError if it cannot see the tokens of this run.
     """
@@ -130,6 +135,7 @@ def load_frozen(
         rank=context.mesh.rank,
         all_gather_object=context.all_gather_object,
     )
+    record_damage(events, restored, restored.state["iteration"])
     notices = [*restored.notices, f"{flag}: loaded {restored}"]
     if built is None:
         return None, notices

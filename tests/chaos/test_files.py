@@ -128,7 +128,7 @@ def test_an_older_checkpoint_without_a_word_turns_it_red(monkeypatch, tmp_path):
 
 
 def quiet(restored):
-    return replace(restored, notices=())
+    return replace(restored, notices=(), damaged=())
 
 
 def test_a_full_disk_that_nobody_hears_of_turns_it_red(monkeypatch, tmp_path):

@@ -39,12 +39,12 @@ def folder(tmp_path):
 
 
 def restored(folder, **options):
-    """(iteration, value that arrived, notices)"""
+    """(iteration, value that arrived, notices and warnings)"""
     wanted = pieces_of(-1)
     found = restore(folder, wanted, **options)
     values = {float(value) for piece in wanted for value in piece.tensor.flatten()}
     assert len(values) == 1, "a mix of two checkpoints"
-    return found.state["iteration"], values.pop(), found.notices
+    return found.state["iteration"], values.pop(), (*found.notices, *found.warnings)
 
 
 def path_of(folder, iteration, file="shard_00000.safetensors"):
@@ -323,7 +323,7 @@ def test_damage_that_one_rank_sees_sends_all_ranks_back(tmp_path):
     def work(rank, all_gather_object):
         wanted = slab(rank, 4, 0)
         found = restore(tmp_path, wanted, rank=rank, all_gather_object=all_gather_object)
-        return wanted[0].tensor.unique().item(), found.state["iteration"], found.notices
+        return wanted[0].tensor.unique().item(), found.state["iteration"], tuple(found.warnings)
 
     results = as_team(4, work)
     assert len(set(results)) == 1 and results[0][:2] == (1.0, 1)

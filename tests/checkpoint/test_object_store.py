@@ -46,12 +46,12 @@ def save(folder, iteration, value=None, **options):
 
 
 def restored(folder, **options):
-    """(iteration, the one value of all tensors, notices)"""
+    """(iteration, the one value of all tensors, notices and warnings)"""
     wanted = pieces_of(-1)
     found = restore(folder, wanted, **options)
     values = {float(value) for piece in wanted for value in piece.tensor.flatten()}
     assert len(values) == 1, "a mix of two checkpoints"
-    return found.state["iteration"], values.pop(), found.notices
+    return found.state["iteration"], values.pop(), (*found.notices, *found.warnings)
 
 
 def names_of(folder):

@@ -68,12 +68,19 @@ def followed(looks: list, monkeypatch, world=None) -> tuple[list, list, list]:
 def test_each_newer_checkpoint_is_tried_once(world, monkeypatch):
     """Also one that cannot be taken; then the old weights answer, until there is another."""
     looks = ["old", None, "new", "new", "broken", "broken", None, "broken", "newer", "other", "other", "newer"]
+    looks = [(one, set()) for one in looks]
     tried, engines, told = followed(looks, monkeypatch, world)
     assert tried == ["new", "broken", "newer", "other"]
     # Ranks that share the model load in its place, and go on with the old weights; one process does so beside it.
     assert engines == (["engine 2", "engine 3"] if world is None else [f"engine {number}" for number in (2, 2, 3, 3)])
     assert len(told) == 2 and "broken is not taken: it is broken" in told[0]
     assert told[1].startswith("other is not taken: other has another vocabulary of another size than newer")
+
+
+def test_a_damaged_newer_checkpoint_is_named_once(monkeypatch):
+    """While the one before it, which is served, stays the newest good one."""
+    looks = [("old", set()), ("old", {"new is cut off"}), ("old", {"new is cut off"}), ("old", set())]
+    assert followed(looks, monkeypatch) == ([], [], ["not taken: new is cut off"])
 
 
 @pytest.mark.parametrize("gigabytes, memory", [(None, None), (2.0, 2 * 10**9), (0.5, 5 * 10**8)])

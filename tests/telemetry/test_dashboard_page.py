@@ -140,6 +140,11 @@ def test_a_report_is_the_page_with_its_data_inside(visit, folder, tmp_path):
     page.keyboard.press("]")
     wait_for(page, f"(({CURVE})(['lm loss', '1'])).smooth?.length === 200")
     assert page.locator("#window").inner_text() == "mean of 16" and "compared with slow" in page.inner_text("main")
+    values = "document.querySelector('[data-chart=\"lm loss\"] .values').innerText"
+    wait_for(page, f"{values}.split('mean of the last 16 steps').length === 3")
+    for _ in range(3):
+        page.keyboard.press("]")
+    wait_for(page, f"{values}.includes('mean of the last 200 steps')")  # all that the second run has
     page.keyboard.press("2")
     wait_for(page, f"!({CURVE})(['lm loss', '1'])")
 

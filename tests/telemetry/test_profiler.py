@@ -4,11 +4,13 @@
 import gzip
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import pretrain_gpt
 from megatron.errors import SettingsError
+from megatron.telemetry import profiler
 from megatron.telemetry.profiler import overview
 
 TINY = (
@@ -57,15 +59,57 @@ def test_passes_that_take_turns(run_ranks, tmp_path):
     assert names.count("aten::gelu_backward") == layers * micro_batches
 
 
-def test_its_table_of_memory_says_how_much(tmp_path):
-    """What GELU's backward pass makes: 16 tokens x 2 sequences x 4 x 32 channels in fp32, 2 layers, 2 x 2 micro-batches."""
+def rows_of(text: str, title: str) -> dict[str, dict[str, str]]:
+    """First cell of a row -> its cells, by the heads of the columns."""
+    head, *rows = text.partition(f"\n{title}")[2].partition("\n\n")[0].splitlines()[1:]
+    columns, cells = re.split(r"\s{2,}", head.strip()), [re.split(r"\s{2,}", row.strip()) for row in rows]
+    return {row[0]: dict(zip(columns, row, strict=True)) for row in cells}
+
+
+def test_its_tables_say_how_much(tmp_path):
+    """What GELU's backward pass makes: 16 tokens x 2 sequences x 4 x 32 channels in fp32, 2 layers, 2 x 2 micro-batches.
+
+    Percentages are those of the time that was profiled, whatever rows a table has: here from the times of the trace.
+    """
     flags = f"{TINY} --precision fp32 --profile-step-start 2 --profile-step-end 4 --profile-dir {tmp_path}"
     pretrain_gpt.main(flags.split())
-    head, *rows = (tmp_path / "rank_0.txt").read_text().partition("\nMemory")[2].splitlines()[2:]
-    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
-    own = re.split(r"\s{2,}", head.strip()).index("Self CPU Mem")
+    text = (tmp_path / "rank_0.txt").read_text()
     made = 16 * 2 * 4 * 32 * 4 * 2 * 2 * 2
-    assert {row[0]: row[own] for row in cells if len(row) > own}["aten::gelu_backward"] == f"{made / 1024:.2f} KB"
+    assert rows_of(text, "Memory")["aten::gelu_backward"]["Self CPU Mem"] == f"{made / 1000:.1f} kB"
+    phases = rows_of(text, "Phases of a step")
+    trace = json.loads(gzip.decompress((tmp_path / "rank_0.trace.json.gz").read_bytes()))["traceEvents"]
+    elapsed = 1000 * float(re.search(r"Overview: ([\d.]+) ms", text)[1])
+    for phase in ("forward", "backward", "update weights"):
+        bars = [event for event in trace if event.get("cat") == "user_annotation" and event["name"] == phase]
+        share = float(phases[phase]["CPU total %"].rstrip("%"))
+        assert share == pytest.approx(100 * sum(bar["dur"] for bar in bars) / elapsed, abs=0.2)
+    for table in (phases, rows_of(text, "Operators"), rows_of(text, "Memory")):
+        assert 0 < max(float(row["CPU total %"].rstrip("%")) for row in table.values()) <= 100
+    assert "Self CPU %" in next(iter(rows_of(text, "Operators").values())) and "Self CPU %" not in phases["forward"]
+
+
+def test_a_table_of_a_gpu_has_the_times_of_both():
+    """Of 10 ms; the longest on the GPU first. A kernel has no time of the host."""
+    event = lambda **more: SimpleNamespace(
+        **dict.fromkeys("self_cpu_time_total cpu_time_total self_cpu_memory_usage".split(), 0)
+        | dict.fromkeys("self_device_time_total device_time_total self_device_memory_usage".split(), 0)
+        | more
+    )
+    kernel = event(key="gemm" * 20, count=1200, self_device_time_total=2500.0, device_time_total=2500.0)
+    linear = event(key="aten::mm", count=1200, self_cpu_time_total=50.0, cpu_time_total=100.0, device_time_total=2500.0)
+    linear.self_device_memory_usage = -1500
+    table = profiler._table([linear, kernel], "self_device_time_total", 5, 10_000.0)
+    heads, *rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    assert heads == [
+        *("Name", "Self CPU %", "Self CPU", "CPU total %", "CPU total"),
+        *("Self CUDA %", "Self CUDA", "CUDA total %", "CUDA total", "Self CUDA Mem", "# of Calls"),
+    ]
+    assert [row[1:] for row in rows] == [
+        ["0.00%", "0.000 ms", "0.00%", "0.000 ms", "25.00%", "2.500 ms", "25.00%", "2.500 ms", "0", "1,200"],
+        ["0.50%", "0.050 ms", "1.00%", "0.100 ms", "0.00%", "0.000 ms", "25.00%", "2.500 ms", "-1.5 kB", "1,200"],
+    ]
+    assert rows[0][0] == "gemm" * 14 + "g..."
+    assert profiler._table([linear, kernel], "cpu_time_total", 1, 1e4).count("\n") == 1
 
 
 def test_times_that_overlap_count_once():

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
-from megatron.errors import DataError
+from megatron.errors import DataError, Interrupted
 from megatron.pipeline.recorded import pipeline_of
-from megatron.telemetry.curves import running_mean
+from megatron.telemetry.curves import LAST_STEPS
 from megatron.telemetry.events import EventLog
 from megatron.telemetry.history import History, read_history
 from megatron.telemetry.report_compare import tiles as compared
@@ -114,8 +113,8 @@ def test_the_data_inside_the_page_are_the_steps(tmp_path):
         "MFU",
     ]
     means = found["Loss"]["steps"]["means"]
-    assert list(means) == ["4", "16"]
-    assert means["4"][20] == pytest.approx(sum(2 + 5 / n for n in range(20, 25)) / 5, rel=1e-4)
+    assert list(means) == ["4", "16", "64"]  # the last one covers all steps
+    assert means["4"][20] == pytest.approx(sum(2 + 5 / n for n in range(19, 23)) / 4, rel=1e-4)  # up to step 22
     axes = kept(page)["axes"]["0"]
     assert (axes["samples"][:2], axes["tokens"][-1], axes["time"][-1]) == ([8, 16], 7680, 30)
     starts = [event["message"] for event in kept(page)["events"]]
@@ -156,7 +155,7 @@ def test_a_language_model_has_no_task(tmp_path):
     assert history.figures == [] and "The task" not in page
     value, name, _ = tiles(history)[0]
     assert name == "training loss" and float(value) == pytest.approx(
-        2 + sum(5 / n for n in range(41, 61)) / 20, abs=6e-4
+        2 + sum(5 / n for n in range(45, 61)) / 16, abs=6e-4
     )
     assert tiles(history)[1][:2] == ("16.7", "perplexity")
     assert [name for _, _, name in compared(dict(a=history, b=history))] == ["lm loss, validation at step 60"] * 2
@@ -299,15 +298,33 @@ def test_schedule_data_memory_and_events_are_told(tmp_path):
     assert curves(page)["Peak memory of rank 0"]["steps"]["y"] == [1.5e9, 2e9]
 
 
-def test_the_end_of_a_smoothed_curve_does_not_jump():
-    """It goes on as the least squares line of the last window, as numpy has it, and stays near a level that only shakes."""
-    shaken = 3.0 + np.random.default_rng(5).normal(0.0, 0.3, 1000)
-    shaken[-1] = 5.0
-    found = running_mean(shaken, 15)
-    slope, start = np.polyfit(np.arange(969, 1000), shaken[969:], 1)
-    assert found[985:] == pytest.approx(start + slope * np.arange(985, 1000))
-    assert found[500] == pytest.approx(shaken[485:516].mean())
-    assert np.abs(np.diff(found[100:])).max() < 0.1  # the last step alone is 2.0 away
+@pytest.mark.parametrize("steps, last", [(15, 14), (60, 16)])
+def test_a_figure_that_a_page_shows_twice_is_one_figure(steps, last, tmp_path):
+    """The card of the loss and the end of its curve, the perplexity and the last point of validation: of a run that was
+    stopped by Ctrl-C, resumed, and validated twice at its end.
+    """
+    write_run(tmp_path, steps=steps, valid=False)
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for loss, final in ((6.9214, False), (6.9455, True)):
+        record = {"kind": "eval", "split": "validation", "iteration": steps, "lm loss": loss}
+        lines.write(record | ({"final": True} if final else {}))
+    lines.close()
+    log = EventLog(tmp_path / "events.jsonl")
+    log.record("start", "training starts at iteration 0", iteration=0)
+    log.record("end", "interrupted", iteration=8, code=Interrupted.code, level="info")
+    log.record("start", "training starts at iteration 8", iteration=8)
+    page = build(tmp_path)
+    text, loss = re.sub(r"<[^>]+>", "|", page), curves(page)["Loss"]
+    losses = [2 + 5 / n for n in range(1, steps + 1) if n != 7]  # which is not finite
+    mean = sum(losses[-last:]) / last
+    assert loss["steps"]["means"]["16"][-1] == pytest.approx(mean, rel=1e-4)
+    at_first = re.search(r"SMOOTHING = (\d+)", page)  # of the mean that the page draws, as a power of 2
+    assert 2 ** int(at_first[1]) == LAST_STEPS == 16
+    assert f"|{mean:.3f}||training loss||mean of the last {last} steps; " in text
+    assert loss["validation"]["y"] == pytest.approx([6.9214])
+    assert "|1,013.7||perplexity||of validation during training, at iteration" in text  # exp(6.9214)
+    assert "final validation loss||6.9455|" in text and "last validation loss" not in text
+    assert f"|{steps}||iterations||without a restart|" in text and kept(page)["runs"][0]["restarts"] == 0
 
 
 def test_events_and_the_supervisors_account_are_told(tmp_path):

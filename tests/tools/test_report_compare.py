@@ -39,21 +39,21 @@ def write_run(folder, shift=0.0, steps=30, own="", commit="c0ffee", seed=1, samp
 
 
 def test_losses_are_compared_where_all_runs_have_been(tmp_path):
-    """The training loss is the mean of the 20 steps up to the last that both have: 5 - 20.5 / 10."""
+    """The training loss is the mean of the 16 steps up to the last that both have: 5 - 22.5 / 10."""
     runs = dict(
         a=read_history(write_run(tmp_path / "a") / "metrics.jsonl"),
         b=read_history(write_run(tmp_path / "b", shift=0.25, steps=45, own="router loss") / "metrics.jsonl"),
     )
     found = figures(runs)
     losses = {name: list(values.values()) for name, values in found["losses"].items()}
-    assert losses.pop("router loss, mean of 20 steps to 30") == [
+    assert losses.pop("router loss, mean of 16 steps to 30") == [
         None,
-        pytest.approx(sum(0.5 / n for n in range(11, 31)) / 20),
+        pytest.approx(sum(0.5 / n for n in range(15, 31)) / 16),
     ]
     assert losses.pop("router loss, step 1") == [None, 0.5]
     expected = {
         "lm loss, step 1": [4.9, 5.15],
-        "lm loss, mean of 20 steps to 30": [2.95, 3.2],
+        "lm loss, mean of 16 steps to 30": [2.75, 3.0],
         "lm loss, validation at step 30": [1.0, 1.25],
         "lm loss, final validation": [2.0, 0.75],
     }
@@ -118,7 +118,7 @@ def test_the_page_has_every_run_in_every_chart(tmp_path, capsys):
     page = (tmp_path / "compare.html").read_text()
     assert all(source.startswith("data:") for source in Wellformed(page).sources)
     text = re.sub(r"<[^>]+>", "|", page)
-    assert "||lm loss, mean of 20 steps to 30||2.9500||3.2000 (+0.25)||3.4500 (+0.5)||" in text
+    assert "||lm loss, mean of 16 steps to 30||2.7500||3.0000 (+0.25)||3.2500 (+0.5)||" in text
     assert "|a and b, training||yes: the ledgers of 30 steps are equal|" in text
     assert "|a and c, training||no: other samples in 30 of 30 steps, first in step 1|" in text
     data = kept(page)

@@ -4,6 +4,9 @@ loaded and saved; mistakes.
 """
 
 import itertools
+import os
+import re
+import shutil
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -30,6 +33,7 @@ from megatron.planner.memory import NO_DEVICE, state, step_memory
 from megatron.planner.parameters import rank_units
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.speed import Cluster, end_costs
+from megatron.telemetry.events import EventLog
 from megatron.tools import checkpoint
 from megatron.training import build
 from megatron.training.distillation import Teacher
@@ -355,6 +359,18 @@ def test_the_teacher_is_frozen(teacher):
     assert not any(module.training for module in frozen.model.modules()) and stage.training
     assert not any(each.requires_grad or each.grad is not None for each in frozen.model.parameters())
     assert sum(unit.size for unit in run.optimizer.units) < frozen.weights.numel()
+
+
+def test_a_damaged_teacher_is_passed_over_with_a_warning(teacher, tmp_path, capsys):
+    """As a damaged checkpoint of --load is: by an event, which is a line of the log, too."""
+    folder = shutil.copytree(teacher, tmp_path / "teacher")
+    newer = shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    os.truncate(newer / "shard_00001.safetensors", 100)
+    config = resolve(parse_any(f"{LINE} --teacher-load {folder}".split()), 1)
+    build.build_run(config, recipe_of(config), events=EventLog())
+    said = capsys.readouterr().out
+    assert re.search(r"warning: .*iter_0000002 is passed over, and iteration 1 loaded instead: .* 100 bytes", said)
 
 
 def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.checkpoint.folder import choose
+from megatron.checkpoint.folder import newest
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.convert import compressed_tensors, huggingface
 from megatron.convert.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
@@ -62,13 +62,12 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
     Raises SettingsError for a model or a setting that the format does not have, CheckpointError if its client gives other
     results. Nothing is written then.
     """
-    choice = choose(location(load), step=step)
-    path = choice.paths[0]
+    path = newest(location(load), step)
     if not isinstance(path, UrlPath) and out.resolve() in (path.resolve(), path.resolve().parent):
         raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
     check_free(out)
     with for_export(path, out, f"--format {wanted.form}") as merged:
-        return [*_export(ExportSource(merged, path, given), out, wanted), *choice.notices]
+        return _export(ExportSource(merged, path, given), out, wanted)
 
 
 def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:

@@ -163,7 +163,7 @@ class WatchedRun:
             version=self.version,
             iteration=history.iteration,
             loss=last_step.get(history.loss),
-            restarts=self.state.get("restarts") or max(0, len(history.starts) - 1),
+            restarts=self.restarts,
             warnings=self.state.get("warnings") or 0,
             errors=self.state.get("errors") or 0,
             damaged_lines=history.damaged_lines,
@@ -178,6 +178,11 @@ class WatchedRun:
             has_experts=any(table.rows for table in history.experts.values()),
         )
 
+    @property
+    def restarts(self) -> int:
+        """Restarts after a failure, by its events; launches but the first if there are no events."""
+        return count_restarts(self.events) if self.events else max(0, len(self.history.starts) - 1)
+
     def all_events(self) -> list[dict]:
         """The last events of the run."""
         return run_events(self.history, self.events)[-MOST_EVENTS:]
@@ -187,7 +192,6 @@ def whole_run(place: Path, metrics: Path) -> WatchedRun:
     """A run whose files are read once."""
     run = WatchedRun(place, metrics)
     run.history, run.events = read_history(metrics), read_events(metrics)
-    run.state = dict(restarts=count_restarts(run.events)) if run.events else {}
     return run
 
 
@@ -327,7 +331,7 @@ class Runs:
         """All values of the page across iterations; axes: the places of iterations on the other axes."""
         charts = self.charts(self.ids, View(width=KEPT))
         longest = max(run.history.steps.rows for run in self.runs.values())
-        for window in (window for window in WINDOWS if window <= longest):
+        for window in (window for less, window in zip((1, *WINDOWS), WINDOWS) if less < longest):
             for chart, other in zip(charts, self.charts(self.ids, View(width=KEPT, window=window))):
                 for curve, smooth in zip(chart["curves"], other["curves"]):
                     if "smooth" in smooth:
@@ -420,7 +424,7 @@ def _curves(run: WatchedRun, chart: Chart, view: View) -> list[dict[str, Any]]:
 
 
 def _as_json(run: str, kind: str, curve: Curve) -> dict[str, Any]:
-    return dict(run=run, kind=kind, x=_places(curve.x), y=curve.y.astype(np.float32)) | (
+    return dict(run=run, kind=kind, steps=curve.steps, x=_places(curve.x), y=curve.y.astype(np.float32)) | (
         {} if curve.smooth is None else dict(smooth=curve.smooth.astype(np.float32))
     )
 

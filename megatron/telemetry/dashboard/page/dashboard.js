@@ -34,6 +34,7 @@ const dash = (run) => DASHES[Math.floor(Math.max(0, place(run)) / COLOURS.length
 const nameOf = (run) => runs[place(run)]?.name ?? "";
 const chosen = () => runs.filter((run) => !view.hidden.has(run.name));
 const limited = (smoothing) => Math.min(SMOOTHEST, Math.max(0, smoothing));
+const meanOf = (curve) => `mean of the last ${Math.min(curve.window ?? windowSteps(), curve.steps).toLocaleString("en")} steps`;
 const windowSteps = () => (view.smoothing ? 2 ** view.smoothing : 1);
 
 function element(tag, properties = {}, ...children) {
@@ -93,7 +94,7 @@ function keptPlace(run, iteration, axis) {
 
 function keptCurve(curve, axis, steps) {
   const window = Object.keys(curve.means ?? {}).map(Number).filter((own) => own <= steps).at(-1);
-  return { ...curve, x: curve.x.map((x) => keptPlace(curve.run, x, axis)), smooth: curve.means?.[window] };
+  return { ...curve, x: curve.x.map((x) => keptPlace(curve.run, x, axis)), smooth: curve.means?.[window], window };
 }
 
 function keptAnswer(path, query) {
@@ -251,7 +252,7 @@ class Card {
     for (const run of new Set(this.lines.map((line) => line.run))) {
       const own = this.lines.filter((line) => line.run === run), validation = found(own.find((line) => line.kind === "validation"));
       const mean = found(own.find((line) => line.kind === "mean")), value = mean ?? found(own.find((line) => line.kind === "step"));
-      const which = mean != null ? `running mean of ${windowSteps().toLocaleString("en")}` : index == null ? "last step" : "";
+      const which = mean != null ? meanOf(this.tables.find((curve) => curve.run === run && curve.smooth)) : index == null ? "last step" : "";
       const key = element("i", { className: "key" });
       key.style.setProperty("--key", colour(run));
       const part = element("span", { title: nameOf(run) }, key, element("em", { textContent: nameOf(run) }));
