@@ -207,7 +207,9 @@ def test_the_token_that_ends_documents_is_named(vocab, corpus, tmp_path, capsys)
     line = ["--input", str(corpus), "--output-prefix", str(tmp_path / "chat"), "--tokenizer-model", str(tmp_path)]
     preprocess_data.main([*line, "--append-eod", "--workers", "1"])
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("end of document")]
-    assert len(said) == 1 and said[0].startswith("end of document: <|im_end|> (2); --append-eod takes the tokenizer's eos")
+    assert len(said) == 1 and said[0].startswith(
+        "end of document: <|im_end|> (2); --append-eod takes the tokenizer's eos"
+    )
     assert said[0].endswith("how to take <|endoftext|> (0)")
     last = IndexedDataset(tmp_path / "chat_text_document")[0][-1]
     assert last == 2

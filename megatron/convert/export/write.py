@@ -95,7 +95,7 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
     unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
     return [
-        f"{out}: {kind_of(source.facts)} of iteration {source.iteration} in {', '.join(files)} ({wanted.dtype})",
+        f"{out}: {kind_of(source.facts)} of iteration {source.iteration} in {', '.join(files)} ({source.format_of(wanted)})",
         *compared,
         *unchecked,
         *more,

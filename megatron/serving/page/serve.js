@@ -46,6 +46,7 @@ async function look() {
       $(id).replaceChildren(...empty, ...models.map((model) => element("option", { value: model.id, textContent: model.id })));
       if (models.some((model) => model.id === chosen)) $(id).value = chosen;
     }
+    if (models.length > 1 && $("beside").hidden) $("model-1").value = models[1].id; // two models: side by side from the start
     $("beside").hidden = models.length < 2;
     $("modes").hidden = !models.some((model) => model.chat);
     if ($("model-0").value !== before) fit();
@@ -284,6 +285,7 @@ function theme() {
   document.documentElement.dataset.theme = dark ? "light" : "dark";
 }
 
+const writes = (target) => !!target.closest?.("textarea, select, input:not([type=checkbox])"); // where a key is text
 const keys = () => ($("keys").open ? $("keys").close() : $("keys").showModal());
 $("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
 $("cancel").addEventListener("click", () => running?.abort());
@@ -310,6 +312,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.altKey && event.code === "KeyN" && !$("new").hidden) { event.preventDefault(); restart(); }
   else if (event.altKey && event.code === "KeyD") { event.preventDefault(); theme(); }
   else if (event.altKey && event.code === "KeyK") { event.preventDefault(); keys(); }
+  else if (event.key === "?" && !$("keys").open && !writes(event.target)) { event.preventDefault(); keys(); }
 });
 $("panes").classList.add("tinted");
 $("settings").open = !matchMedia("(max-width: 640px)").matches; // folded on a phone
