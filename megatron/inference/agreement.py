@@ -77,8 +77,9 @@ class Agreement(NamedTuple):
         if not self.rounded:
             return f"{said} {self.total:.2e} {of} from the checkpoint's {limit}"
         return (
-            f"{said} {self.difference:.2e} {of} from this suite's with the same weights {limit}; weights in {self.to} are "
-            f"what moves them from the checkpoint's: by {self.mean:.2e} on average, by {self.total:.2e} at most"
+            f"{said} {self.difference:.2e} {of} from this suite's with the same weights {limit}; the weights' "
+            f"format, {self.to}, moves them from the checkpoint's by {self.mean:.2e} on average, by "
+            f"{self.total:.2e} at most"
         )
 
 

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.sampled(5)
 
 TOTAL = re.compile(r"(?:differ by at most (\S+) of \S+ from the checkpoint's|on average, by (\S+) at most)")
 SHARES = re.compile(
-    r"at most (\S+) of \S+ from this suite's with the same weights \(allowed: (\S+)\); weights in (\S+) are what moves "
-    r"them from the checkpoint's: by (\S+) on average"
+    r"at most (\S+) of \S+ from this suite's with the same weights \(allowed: (\S+)\); the weights' format, (\S+), moves "
+    r"them from the checkpoint's by (\S+) on average"
 )
 
 
@@ -128,7 +128,7 @@ def test_from_hf_says_which_numbers_are_those_of_the_files(tmp_path, capsys):
 def test_rounded_weights_show_from_the_order_of_sums_on(rounding, told):
     """More than two parts in 10^5 of the largest value, whatever the difference may be."""
     found = Agreement("it", 0.001, 50.0, 0.01, rounding=rounding, total=0.002, to="bf16")
-    assert found.rounded is told and ("weights in bf16 are what moves them" in found.sentence) is told
+    assert found.rounded is told and ("the weights' format, bf16, moves them" in found.sentence) is told
     assert found.allowed == 0.5 and "allowed: 5.00e-01" in found.sentence
 
 

@@ -339,7 +339,7 @@ def test_the_difference_said_is_that_of_the_file(tmp_path, models, capsys):
     said = said_as_it_is(export_to(tmp_path / "out", models["llama"], "--dtype", "bf16"), models["llama"], "hf")
     assert said["difference"] < 1e-3 * said["rounding"]
     assert (
-        f"weights in bf16 are what moves them from the checkpoint's: by {said['mean']:.2e}" in capsys.readouterr().out
+        f"the weights' format, bf16, moves them from the checkpoint's by {said['mean']:.2e}" in capsys.readouterr().out
     )
 
 

@@ -184,10 +184,10 @@ class ExportSource:
         return self.model(wanted.dtype)
 
     def format_of(self, wanted: Wanted) -> str:
-        """The format of an export's weights, in words: fp32, or `int4, stored in fp32`."""
+        """The format of an export's weights, in words: fp32, or `int4 and fp32` where layers are quantized."""
         stored = self.record.get(QUANTIZED, {}).get("quantize")
         whole = (wanted.quantize.quantize or stored or "int8") if self.rounds(wanted) else wanted.dtype
-        return str(wanted.dtype) if whole == wanted.dtype else f"{whole}, stored in {wanted.dtype}"
+        return str(wanted.dtype) if whole == wanted.dtype else f"{whole} and {wanted.dtype}"
 
     @torch.no_grad()
     def compared(self, form: str, wanted: Wanted, theirs: torch.Tensor, outputs, **more) -> Agreement:

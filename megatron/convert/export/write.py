@@ -94,13 +94,8 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
         (folder / "README.md").write_text(_card(source, out, wanted, files, tokenizer, agreed), encoding="utf-8")
     compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
     unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
-    return [
-        f"{out}: {kind_of(source.facts)} of iteration {source.iteration} in {', '.join(files)} ({source.format_of(wanted)})",
-        *compared,
-        *unchecked,
-        *more,
-        *notices,
-    ]
+    kind = f"{kind_of(source.facts)} of iteration {source.iteration}"
+    return [f"{out}: {kind} in {', '.join(files)} ({source.format_of(wanted)})", *compared, *unchecked, *more, *notices]
 
 
 def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
