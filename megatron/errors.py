@@ -105,6 +105,10 @@ class SettingsError(Failure):
     code = 3
 
 
+class MissingPackage(SettingsError):
+    """An optional package that the command needs is not installed here. `do` has the command that installs it."""
+
+
 class DataError(Failure):
     """Data, vocabulary or text is missing or damaged."""
 
@@ -208,7 +212,7 @@ def explain(error: BaseException) -> Failure | None:
             do="on that node: python -m megatron.tools.doctor --node, and dmesg | grep Xid",
         )
     if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
-        return Failure(
+        return MissingPackage(
             f"the package {error.name.partition('.')[0]} is missing in {sys.executable}",
             do="source .venv/bin/activate (scripts/quickstart.sh makes it), or pip install -r requirements.txt",
         )

@@ -32,7 +32,7 @@ from megatron.convert.imported import imported_state
 from megatron.convert.merged import for_export
 from megatron.convert.same_ids import same_ids
 from megatron.data.vocabulary import learned_vocabulary
-from megatron.errors import CheckpointError, DataError, Failure, SettingsError
+from megatron.errors import CheckpointError, DataError, Failure, MissingPackage, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
@@ -345,7 +345,7 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        raise SettingsError(
+        raise MissingPackage(
             "both models are compared before anything is written, which needs transformers",
             do="pip install transformers, or convert with --unchecked",
         ) from None

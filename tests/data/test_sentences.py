@@ -11,7 +11,7 @@ import pytest
 
 import preprocess_data
 from megatron.data.sentences import make_splitter
-from megatron.errors import DataError, UsageError
+from megatron.errors import DataError, MissingPackage, UsageError
 
 TEXT = (
     "Dr. Smith met Mr. Jones at 5 p.m. on Jan. 3. He paid $3.50 (approx.) for it!  Was that wise?\n\nNobody knows. "
@@ -132,7 +132,7 @@ def test_nltk_that_is_not_there_or_too_old(monkeypatch):
         make_splitter("nltk", "english", False)
     assert error.value.code == 4
     without_nltk(monkeypatch)
-    with pytest.raises(DataError, match="nltk is not on this machine"):
+    with pytest.raises(MissingPackage, match="nltk is not on this machine"):
         make_splitter("nltk", "english", False)
 
 

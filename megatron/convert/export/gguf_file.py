@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.convert.export import gguf_vocabulary
 from megatron.convert.families import Family
 from megatron.convert.hf_tokenizer import ExportedTokenizer
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage, SettingsError
 from megatron.inference.quantize import Int4, Rounded
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
@@ -309,5 +309,5 @@ def library():
     try:
         import gguf
     except ImportError:
-        raise SettingsError("--format gguf needs the package gguf", do="pip install gguf") from None
+        raise MissingPackage("--format gguf needs the package gguf", do="pip install gguf") from None
     return gguf

@@ -26,7 +26,7 @@ from megatron.convert.export.tracing import program_of
 from megatron.convert.hf_tokenizer import ExportedTokenizer
 from megatron.convert.merged import for_export
 from megatron.data.vocabulary import learned_vocabulary
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, MissingPackage, SettingsError
 from megatron.inference.agreement import Agreement
 from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
@@ -197,7 +197,7 @@ def _of_transformers(source: ExportSource, transformers, folder: Path, products)
 def _require_compressed_tensors() -> None:
     """Raise SettingsError where the package is not installed."""
     if importlib.util.find_spec("compressed_tensors") is None:
-        raise SettingsError(
+        raise MissingPackage(
             "transformers needs the package compressed-tensors for quantized weights",
             do="pip install compressed-tensors, or --no-check to export without the comparison",
         )
