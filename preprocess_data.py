@@ -25,7 +25,10 @@ from megatron.settings.schema import TokenizerSettings, setting
 class PreprocessOptions:
     """The input, how it is read, and the output."""
 
-    input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
+    input: list[str] = setting(
+        "JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too; Parquet and Arrow (pyarrow), "
+        "folders of Hugging Face datasets, hf://datasets/ORG/NAME"
+    )
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
     load: Optional[str] = setting("folder of checkpoints (an import, or a run) whose tokenizer is taken", None)
     json_keys: Optional[list[str]] = setting(

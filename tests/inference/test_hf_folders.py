@@ -23,6 +23,7 @@ from megatron.model.gpt import hf_settings
 from megatron.tools import checkpoint as tool
 from megatron.tools import dump_samples, generate
 from megatron.training.conversion_commands import fresh_state
+from tests.inference.test_families import CASES, COMMON
 
 transformers = pytest.importorskip("transformers")
 END, BEGIN = 40, 41
@@ -356,3 +357,14 @@ def test_generate_downloads_a_name_of_the_hub(monkeypatch):
         generate.main(["--load-exported", "hf://Org/Nope", "--prompt", "a"])
     with pytest.raises(UsageError, match="import it: .*need no import: --load-exported hf://Org/Nope"):
         generate.main(["--load", "hf://Org/Nope", "--prompt", "a"])
+
+
+def test_parameters_are_counted_as_transformers_counts_them(tmp_path, capsys):
+    """Counters of a router are none: of an import, and of its checkpoint."""
+    config = transformers.AutoConfig.for_model("mixtral", **COMMON | CASES["mixtral"])
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "hf")
+    tool.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "ours"), "--unchecked"])
+    assert f" of {theirs.num_parameters():,} parameters" in capsys.readouterr().out
+    tool.main(["inspect", str(tmp_path / "ours")])
+    assert f"  {theirs.num_parameters():,} parameters, " in capsys.readouterr().out
