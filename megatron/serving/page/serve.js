@@ -46,7 +46,6 @@ async function look() {
       $(id).replaceChildren(...empty, ...models.map((model) => element("option", { value: model.id, textContent: model.id })));
       if (models.some((model) => model.id === chosen)) $(id).value = chosen;
     }
-    if (models.length > 1 && $("beside").hidden) $("model-1").value = models[1].id; // two models: side by side from the start
     $("beside").hidden = models.length < 2;
     $("modes").hidden = !models.some((model) => model.chat);
     if ($("model-0").value !== before) fit();
