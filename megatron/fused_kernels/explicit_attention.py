@@ -23,13 +23,20 @@ import torch.nn.functional as F
 from megatron.fused_kernels.cpu_ops import baddbmm, bmm
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
-from megatron.settings.kernel_sizes import NONCAUSAL_ROWS, RING_ROWS, SCORE_BYTES, causal_blocks, even_blocks, first_key
+from megatron.settings.kernel_sizes import (
+    NONCAUSAL_ROWS,
+    RING_ROWS,
+    SAME_ROWS,
+    SAME_SIZE,
+    SCORE_BYTES,
+    causal_blocks,
+    even_blocks,
+    first_key,
+)
 
 ALIGNED = 64  # a block's first key is a multiple of this, in tokens: fewer shapes of products to prepare
 FEW_SAMPLES = 16  # a bias gradient of up to so many may be summed in bf16: over 64 the error is that of four roundings
 
-SAME_ROWS = 16  # rows from which on a product's row does not depend on their number
-SAME_SIZE = 1 << 13  # rows x columns x terms: torch multiplies up to 2^12 in bf16 by other kernels
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of query, key and value
 

@@ -550,14 +550,17 @@ class Facts:
         if OUTPUT in share.frozen:
             return min(n, block) * rows * share.element + logits
         if n <= block:
-            return max(logits, product * share.element)
+            return max(logits, product * share.element, Residual(self.settings, share, n).in_blocks(rows))
         of_block = block * rows * share.element + logits  # weight gradients of blocks are summed in fp32
         if share.device == "cuda":  # by the product; the saved gradient replaces the block
             return 4 * product + max(0, of_block - product * share.element)
         return of_block + 2 * 4 * product
 
     def _chunks(self, share: RankSetup) -> LossChunks:
-        return LossChunks.of(self.vocabulary_rows(share.tp), share.element, share.device, share.chunk)
+        rows, sizes = self.vocabulary_rows(share.tp), (share.element, share.device, share.chunk)
+        if share.ordered:
+            return LossChunks.ordered(self.loss_tokens(share), rows, share.tp, *sizes)
+        return LossChunks.of(rows, *sizes)
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 

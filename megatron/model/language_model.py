@@ -39,6 +39,7 @@ from megatron.mpu.distillation_loss import DistillationLoss
 from megatron.mpu.layers import VocabParallelEmbedding, create_parameters, linear
 from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.ordered_tokens import SampleSums
 from megatron.mpu.random import Draws, Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute
 
@@ -83,7 +84,7 @@ class LanguageModel(nn.Module):
     layer_class: type[Layer] = Layer
     # Of the output layer; set by `deferred_wgrad.attach_weight_grad_store`.
     weight_grad_store: Optional[WeightGradStore] = None
-    ordered = False  # sums over the vocabulary have one order; set by `ordered.attach_ordered`
+    ordered: Optional[SampleSums] = None  # sums have one order; set by `ordered.attach_ordered`
     # For evaluations that need each sample (`training.measures`): called on the last stage with the micro-batch and
     # the cross-entropy of each token, [s, b] fp32, unmasked.
     collect: Optional[Callable[[Any, torch.Tensor], None]] = None

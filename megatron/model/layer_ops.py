@@ -23,6 +23,7 @@ from megatron.model.lora import KIND as LORA
 from megatron.model.quantization import KIND as QUANTIZED
 from megatron.model.quantization import OF_TOKENS
 from megatron.model.sparsity import KIND as SPARSE
+from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.hashed_once import hashed_once
 from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
@@ -47,7 +48,7 @@ class RankSetup:
     fp8: --fp8-recipe of a run with such layers; fp8_wgrad: whether those for gradients of weights are; fp8_held: the
     weights are fp8 numbers (--fp8-param-gather). largest_scores: of each head are kept (--qk-clip,
     --log-max-attention-logit). busiest: rows of this rank's experts, as a multiple of the mean over ep
-    (--moe-load-imbalance).
+    (--moe-load-imbalance). ordered: sums have one order (--batch-invariant-mode).
     """
 
     tp: int = 1
@@ -78,6 +79,7 @@ class RankSetup:
     fp8_wgrad: bool = True
     fp8_held: bool = False
     busiest: float = 1.0
+    ordered: bool = False
 
     def recipe_of(self, layer: str) -> str:
         """The fp8 recipe of a linear layer of the present layer, or none."""
@@ -351,12 +353,13 @@ class Residual:
             kept=(self.nbytes if rounding else given) * learns + self.share.mask_bytes(layer, self.elements),
             given=given,
             reads=learns,
-            workspace=self._weight_workspace(layer, self.h * outputs * times),
+            workspace=self._weight_workspace(layer, self.h * outputs * times) + self.in_blocks(outputs * times),
             again=again,
             **self._learned(layer),
         )
         copied = self.copied if learns else replace(self.copied, overlapped=())  # the input is not gathered again
-        ops = *rounding, replace(copied, again=again), self._in_fp8(product, layer, self.elements)
+        exchanged = self.over_tokens(outputs * times, self.h) if learns else ()
+        ops = *rounding, replace(copied, again=again), self._in_fp8(product, layer, self.elements), *exchanged
         masks = self.share.mask_bytes(layer, self.tokens * self.h) if self.share.sp else 0
         if not masks:
             return ops
@@ -395,11 +398,12 @@ class Residual:
             kept=given * learns + self.share.mask_bytes(layer, elements),
             given=given,
             reads=learns,
-            workspace=self._weight_workspace(layer, inputs * self.h),
+            workspace=self._weight_workspace(layer, inputs * self.h) + self.in_blocks(inputs),
             again=again,
             **self._learned(layer),
         )
-        return *self._rounding(name, elements, given, again, layer), self._in_fp8(product, layer, elements), self.summed
+        rounding, exchanged = self._rounding(name, elements, given, again, layer), self.over_tokens(inputs, self.h)
+        return *rounding, self._in_fp8(product, layer, elements), *(exchanged if learns else ()), self.summed
 
     def product_of_experts(
         self, layer: str, rows: int, each: float, inputs: int, outputs: int, times: int, again: tuple[str, ...] = ()
@@ -473,6 +477,29 @@ class Residual:
         sizes = dict(given=given, workspace=elements * self.share.element, moved=5 * elements, starts=4)
         kept = elements * (m.activation_quantize_type != OF_TOKENS) + given * clips
         return (Kernel(name, kept=kept, reads=clips, again=again, **sizes),)
+
+    def over_tokens(self, cut: int, whole: int) -> tuple[Collective, ...]:
+        """What context parallel ranks send for a weight's gradient (`mpu/ordered_tokens.py`): columns of one factor,
+        and the other factor.
+        """
+        if not self.share.ordered or self.share.cp == 1:
+            return ()
+        e, cp = self.share.element * self.tokens, self.share.cp
+        name = "sums over tokens"
+        return (
+            Collective(name, "cp", cp, e * cut, back=("all_to_all",)),
+            Collective(name, "cp", cp, e * cp * whole, back=("all_gather",)),
+        )
+
+    def in_blocks(self, inner: int) -> int:
+        """Bytes of a product [tokens, h] as a sum over blocks of an inner dim (--batch-invariant-mode): the products of
+        blocks, and the blocks of both factors.
+        """
+        if not self.share.ordered or self.share.tp >= BLOCKS:
+            return 0
+        products = BLOCKS // self.share.tp * self.tokens * self.h
+        exchanged = 2 * self.tokens * (self.share.cp * self.h + inner) * (self.share.cp > 1)  # arrived, and in order
+        return self.share.element * (products + inner * (self.tokens + self.h) + exchanged)
 
     def _weight_workspace(self, layer: str, elements: int) -> int:
         """Bytes of the masked, and of the rounded weight in the backward pass, and of torch's mask of what it clips; of two

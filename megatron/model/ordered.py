@@ -25,10 +25,12 @@ from torch import nn
 from megatron.fused_kernels import cpu_ops
 from megatron.model.norms import NORMS
 from megatron.mpu import collectives
-from megatron.mpu.layers import LINEAR, RowParallelLinear
+from megatron.mpu.context_parallel import gather_rows
+from megatron.mpu.layers import LINEAR, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.mpu.mesh import Axis
 from megatron.mpu.ordered_sums import NARROW, Blocks, tree_sum
+from megatron.mpu.ordered_tokens import SampleSums
 from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.schema import Model
 
@@ -36,14 +38,16 @@ from megatron.settings.schema import Model
 def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
     """Give the modules of a rank's chunks sums of one order."""
     for chunk in chunks:
-        chunk.ordered = True  # the output layer's: `LanguageModel.cross_entropy`
-        tokens = TokenBlocks(chunk.tp if chunk.sequence_parallel else chunk.tp.alone)
+        sums = chunk.ordered = SampleSums(chunk.cp)  # the output layer's: `LanguageModel.cross_entropy`
+        tokens = TokenBlocks(chunk.tp if chunk.sequence_parallel else chunk.tp.alone, chunk.cp)
         for name, module in chunk.named_modules():
             if isinstance(module, LINEAR):
                 module.unfused = isinstance(module, RowParallelLinear)  # whose bias is added after the sum over ranks
-                module.product = OrderedProduct(module, name, settings, tokens)
+                module.product = OrderedProduct(module, name, settings, tokens, sums)
             elif isinstance(module, tuple(NORMS.values())):
                 module.in_blocks = tokens.each
+            elif isinstance(module, VocabParallelEmbedding):
+                module.lookup = sums.lookup
             if hasattr(module, "attach_ordered"):
                 module.attach_ordered()
             elif hasattr(module, "by_width"):  # an activation
@@ -51,11 +55,14 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
 
 
 class OrderedProduct(LinearProduct):
-    """The products of a linear layer, in blocks of the dim that tp cuts. tokens: those of the rank between layers."""
+    """The products of a linear layer, in blocks of the dim that tp cuts. tokens, sums: of the rank's tokens between layers,
+    and inside of them
+    """
 
-    def __init__(self, layer: nn.Module, name: str, settings: Model, tokens: "TokenBlocks"):
+    def __init__(self, layer: nn.Module, name: str, settings: Model, tokens: "TokenBlocks", sums: SampleSums):
         super().__init__(layer, name, settings)
-        placement, self.tokens = layer.placements["weight"], tokens
+        placement, self.tokens, self.sums = layer.placements["weight"], tokens, sums
+        self.rows = tokens.of_whole_rows
         cut, last = placement.cut.get("tp"), len(placement.shape) - 1
         own = lambda parts: Blocks(BLOCKS // layer.tp.size, parts)
         self.inputs = own(1) if cut == last else None  # those that ranks divide
@@ -93,33 +100,36 @@ class OrderedProduct(LinearProduct):
         return (self.inputs or WHOLE).product(multiply, gradient[0], weight[0].mT)
 
     def grad_weight(self, multiply: Multiply, gradient: Operand, x: Operand) -> torch.Tensor:
-        # Contiguous: for others the kernel's order depends on sizes (`cpu_ops.onednn`).
-        rows, columns = gradient[0].t().contiguous(), x[0].contiguous().t()
-        if self.outputs:
-            return self.outputs.product(multiply, rows, columns, dim=0)
-        return (self.inputs or WHOLE).product(multiply, rows, columns)
+        blocks, dim = (self.outputs, 0) if self.outputs else (self.inputs or WHOLE, 1)
+        return self.sums.product(blocks, multiply, gradient[0], x[0], dim)
 
     def grad_bias(self, rows: torch.Tensor) -> torch.Tensor:
-        return ALL_TOKENS.total(rows)
+        return self.rows.total(rows)
 
     def add_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return _AddBias.apply(x, bias, self.tokens)
 
 
 class TokenBlocks:
-    """Sums over the tokens of a sample, of which ranks of the axis have parts: `BLOCKS` blocks, and the tree over them.
+    """Sums over the tokens of a sample, of which ranks have parts: `BLOCKS` blocks, and the tree over them.
 
-    Over ranks, the first one gets the sum and the others get 0: gradients of such weights are partial (`Placement`).
+    sp: ranks that have parts of the rows of a context parallel rank. The first of all gets the sum, and the others get 0:
+    gradients of such weights are partial (`Placement`), and those of context parallel ranks are added up, too.
     """
 
-    def __init__(self, axis: Axis):
-        self.axis, self.number = axis, BLOCKS // axis.size
+    def __init__(self, sp: Axis, cp: Axis):
+        self.sp, self.cp, self.number = sp, cp, max(1, BLOCKS // (sp.size * cp.size))
+
+    @property
+    def of_whole_rows(self) -> "TokenBlocks":
+        """The same of rows that ranks of sp do not divide."""
+        return TokenBlocks(self.sp.alone, self.cp)
 
     def total(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum of rows [n, ...], added in fp32."""
         number = self.number if len(rows) % self.number == 0 else 1
         blocks = rows.to(torch.float32, copy=True).unflatten(0, (number, -1)).transpose(0, 1)  # [tokens, blocks, ...]
-        return self._of_ranks(tree_sum(tree_sum(blocks))).to(rows.dtype)
+        return self._of_ranks(tree_sum(blocks)).to(rows.dtype)
 
     def each(self, norm: Callable) -> Callable:
         """A norm of (x [s, ...], *weights, epsilon) that is computed block by block."""
@@ -133,13 +143,14 @@ class TokenBlocks:
 
         return in_blocks
 
-    def _of_ranks(self, total: torch.Tensor) -> torch.Tensor:
-        total = collectives.all_reduce(total, self.axis)
-        return total if self.axis.rank == 0 else total.zero_()
+    def _of_ranks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The sum over the blocks [number, ...] of all ranks, in the order of the sequence."""
+        total = tree_sum(gather_rows(collectives.all_gather(blocks, self.sp), self.cp))
+        return total if self.sp.rank == self.cp.rank == 0 else total.zero_()
 
     def total_of_blocks(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
         """The sum of what blocks have, added in fp32."""
-        return self._of_ranks(tree_sum([block.to(torch.float32, copy=True) for block in blocks]))
+        return self._of_ranks(torch.stack([block.float() for block in blocks]))
 
 
 def _by_width(blocks: Blocks, activation: Callable) -> Callable:
@@ -156,7 +167,7 @@ def _by_width(blocks: Blocks, activation: Callable) -> Callable:
     return in_blocks
 
 
-WHOLE, ALL_TOKENS = Blocks(1), TokenBlocks(Axis("alone", (0,)))
+WHOLE = Blocks(1)
 
 
 class _Copies(torch.autograd.Function):

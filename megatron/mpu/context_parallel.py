@@ -94,6 +94,16 @@ def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return in_order(collectives.all_gather(x, axis), axis.size)
 
 
+def gather_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The rows of all ranks, in the order of the sequence: [s/cp, ...] -> [s, ...]. Not differentiable."""
+    return x if axis.size == 1 else _gathered(x, axis)
+
+
+def rows_for_columns(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Exchange rows of a matrix for columns: [s/cp, n] -> [s, n/cp], in the order of the sequence. Not differentiable."""
+    return x if axis.size == 1 else _to_heads(x.unsqueeze(1), axis).squeeze(1)
+
+
 def _own_rows_of_total(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return collectives.reduce_scatter(by_rank(x, axis.size), axis)
 

@@ -41,6 +41,7 @@ from megatron.mpu.distillation_loss import DistillationLoss
 from megatron.mpu.layers import WgradGemm, matmul, start_input_reduction
 from megatron.mpu.mesh import Axis
 from megatron.mpu.ordered_sums import Blocks
+from megatron.mpu.ordered_tokens import SampleSums
 from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.kernel_sizes import LossChunks
 
@@ -67,7 +68,7 @@ def linear_cross_entropy(
     reduce: Optional[Axis] = None,
     bias: Optional[torch.Tensor] = None,
     teacher: Optional[DistillationLoss] = None,
-    ordered: bool = False,
+    ordered: Optional[SampleSums] = None,
 ) -> tuple[torch.Tensor, ...]:
     """Masked sums over tokens of cross-entropy (`hidden @ weight.T` against `labels`) and of z-loss, as fp32 scalars.
 
@@ -85,7 +86,8 @@ def linear_cross_entropy(
     unfused: softmax and gradients by torch's ops; bias: [v/tp], added to logits before a cap;
     teacher: adds a third sum, of the loss on a teacher's logits. It alone has a gradient then: that of the loss to minimize
     divided by `teacher.alpha`, its weight there;
-    ordered: sums over the vocabulary are those of blocks, whatever its parts are (`mpu/ordered_sums.py`).
+    ordered: sums over the vocabulary are those of blocks, whatever its parts are (`mpu/ordered_sums.py`), and sums over
+    tokens those of whole samples, whatever rows ranks have.
     Raises SettingsError if hidden states and labels differ in number.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -107,9 +109,11 @@ def linear_cross_entropy(
         own_bias,
         weight.requires_grad,
         teacher,
+        ordered,
     )
     sums = [losses, log_sums.square_(), *([] if teacher is None else [teacher.losses])]
-    sums = [x.sum() if mask is None else (x * mask).sum() for x in sums]
+    total = torch.sum if ordered is None else ordered.of_scalars
+    sums = [total(x if mask is None else x * mask) for x in sums]
     if not wanted:
         return tuple(sums)
     defer = wgrad_defer_function(deferred, hidden, weight)
@@ -136,7 +140,7 @@ def token_losses(
     chunk: Optional[int] = None,
     unfused: bool = False,
     bias: Optional[torch.Tensor] = None,
-    ordered: bool = False,
+    ordered: Optional[SampleSums] = None,
 ) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
     part = _part(weight, vocab_size, tp, softcap=softcap)
@@ -216,6 +220,7 @@ def _chunks(
     bias=None,
     learns: bool = True,
     teacher: Optional[DistillationLoss] = None,
+    ordered: Optional[SampleSums] = None,
 ):
     """Losses [n] and log sum exp of each token's logits [n], and, if `wanted`, gradients of their masked sum.
 
@@ -225,16 +230,14 @@ def _chunks(
     format of the weights. Most micro-batches are one block: one large product of each kind, no sum over blocks, and the
     weight's gradient is computed on request. Within a block, `chunk` rows at a time are in fp32, to stay in the cache.
     """
-    n, (product, of_hidden, of_weight) = hidden.shape[0], _products(matmul(hidden), part.blocks)
+    n, (product, of_hidden, of_weight) = hidden.shape[0], _products(matmul(hidden), part.blocks, ordered)
     if n != labels.shape[0]:
         raise SettingsError(
             f"the output layer has {n} tokens, and there are {labels.shape[0]} labels",
             "the loss is a sum over labels, each with the hidden state of its token",
             "keep every token on its way through the model: docs/extending.md#a-model",
         )
-    device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)
-    block = n if part.blocks else block
+    chunk, block = _sizes(n, weight, part.blocks, chunk)
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     compare, up = _comparison(hidden, labels, part, join, unfused, teacher, block)
     half = hidden.dtype == torch.float16
@@ -272,6 +275,14 @@ def _chunks(
     return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down), (lambda: of_bias, up))
 
 
+def _sizes(n: int, weight: torch.Tensor, blocks: int, chunk: Optional[int]) -> LossChunks:
+    """The numbers of tokens in a chunk and in a block. chunk: --cross-entropy-chunk"""
+    sizes = weight.element_size(), "cpu" if weight.device.type == "cpu" else "cuda", chunk
+    return (
+        LossChunks.ordered(n, len(weight), BLOCKS // blocks, *sizes) if blocks else LossChunks.of(len(weight), *sizes)
+    )
+
+
 def _comparison(hidden, labels, part, join, unfused: bool, teacher, block: int) -> tuple[Callable, float]:
     """A function of a chunk, its logits and `out` of `reference.cross_entropy`, and the scale of its gradients in fp16."""
     if teacher is not None:
@@ -300,16 +311,18 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
-def _products(multiply: Callable, blocks: int) -> tuple[Callable, Callable, Callable]:
+def _products(multiply: Callable, blocks: int, ordered: Optional[SampleSums]) -> tuple[Callable, Callable, Callable]:
     """The products for logits, and for gradients of hidden states and weight. blocks: of the vocabulary's part; 0: none."""
     if not blocks:
         return multiply, multiply, multiply
     rows = Blocks(blocks)
-    return partial(rows.product, multiply), partial(rows.sum, multiply), partial(_of_rows, rows, multiply)
+    return partial(rows.product, multiply), partial(rows.sum, multiply), partial(_over_tokens, rows, multiply, ordered)
 
 
-def _of_rows(rows: Blocks, multiply: Callable, a: torch.Tensor, b: torch.Tensor, bias: None) -> torch.Tensor:
-    return rows.product(multiply, a, b, dim=0)
+def _over_tokens(
+    blocks: Blocks, multiply: Callable, ordered: SampleSums, a: torch.Tensor, b: torch.Tensor, bias: None
+) -> torch.Tensor:
+    return ordered.product(blocks, multiply, a.t(), b.t())
 
 
 def _join_blocks(tp: Axis) -> Callable:

@@ -533,6 +533,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     packed: torch.Tensor | None = None  # set by `pack_weights` for an output layer
+    lookup = staticmethod(F.embedding)  # set by `ordered.attach_ordered`
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
@@ -547,8 +548,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self.lookup(tokens, self.weight)
         local = tokens - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        x = self.lookup(local.masked_fill(elsewhere, 0), self.weight)
         return self.reduce_output(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)

@@ -73,7 +73,7 @@ class Reduction(NamedTuple):
 
     tally: UnitGradients
     work: Any
-    buffer: torch.Tensor
+    buffer: Optional[torch.Tensor]  # None: `work` has its own
     piece: Optional[torch.Tensor]
 
 
@@ -140,7 +140,7 @@ class GradientBuffers:
         tensors = [self.reduced] if self.whole is None else [self.reduced, self.whole]
         if not self.keep:
             tensors += [tally.buffer for tally in self.tallies.values() if tally.buffer is not None]
-            tensors += [x for reduction in self.under_way for x in (reduction.buffer, reduction.piece)]
+            tensors += [x for reduction in self.under_way for x in (reduction.buffer, reduction.piece) if x is not None]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     # ---- during passes ---------------------------------------------------------------------------------------------

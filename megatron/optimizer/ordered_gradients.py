@@ -50,7 +50,8 @@ class OrderedGradients(GradientBuffers):
     def nbytes(self) -> int:
         held = [use.buffer for uses in self.open.values() for use in uses]
         waiting = [tree.nbytes for trees in self.trees.values() for tree in trees.values()]
-        return super().nbytes + sum(buffer.nbytes for buffer in held) + sum(waiting)
+        sent = [one.nbytes for reduction in self.under_way for one in reduction.work.started.values()]
+        return super().nbytes + sum(buffer.nbytes for buffer in held) + sum(waiting) + sum(sent)
 
     def _view(self, tally: UnitGradients, name: str) -> tuple[torch.Tensor, bool]:
         """A place for one gradient of one pass: nothing is added there."""
@@ -105,7 +106,7 @@ class OrderedGradients(GradientBuffers):
             Traffic.report(COMPUTED, unit.name, use.buffer, self.mesh.alone)
             started[chunk, number] = _SumOverRanks(use.buffer, self.axis(unit.sharded), self.axis(unit.replicate))
         leaves = _Leaves(self.trees.setdefault(unit.name, {}), micro, started)
-        self.under_way.append(Reduction(tally, leaves, tally.buffer, None))
+        self.under_way.append(Reduction(tally, leaves, None, None))
 
     def sum_all(self) -> None:
         self.reduce_rest()
@@ -135,11 +136,19 @@ class _SumOverRanks:
 
     def __init__(self, x: torch.Tensor, inner: Axis, outer: Axis):
         self.x, self.outer, self.piece = x, None if inner.size == 1 else outer, x
+        self.ranks = inner.size * outer.size
         if inner.size == 1:
             self.work = collectives.start_all_reduce(x, outer)
         else:
             self.piece = x.new_empty(len(x) // inner.size)
             self.work = collectives.start_reduce_scatter(self.piece, x, inner)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes until the wait: x, and what ranks send each other, of which an all-reduce has a copy."""
+        if len(self.piece) < len(self.x):
+            return 2 * self.x.nbytes + self.piece.nbytes
+        return (3 if self.ranks > 1 else 1) * self.x.nbytes
 
     def wait(self) -> torch.Tensor:
         self.work.wait()

@@ -8,6 +8,7 @@ from megatron.model.recipe import recipe_of
 from megatron.optimizer.kinds import knows_matrices
 from megatron.settings.declare import dashed
 from megatron.settings.groups.kernels import BLOCKS
+from megatron.settings.kernel_sizes import SAME_ROWS, SAME_SIZE, VECTORS
 from megatron.settings.rules import Rule, record, said
 from megatron.settings.schema import Config
 
@@ -23,7 +24,7 @@ COVERED = {
     "model_type": lambda s: recipe_of(s.settings).batch_invariant,
     "make_vocab_size_divisible_by": lambda s: VOCABULARY % s.make_vocab_size_divisible_by == 0,
     "fuse_attn_qkv": lambda s: s.fuse_attn_qkv,
-    "context_parallel_size": lambda s: s.cp == 1,
+    "cp_comm_type": lambda s: set(s.cp_comm) <= {"a2a"},
     "expert_model_parallel_size": lambda s: s.expert_model_parallel_size == 1 or s.tp == 1,
     "precision": lambda s: s.precision in ("fp32", "bf16"),
     "amp_level": lambda s: s.amp_level != "O1" or s.precision == "fp32",
@@ -49,6 +50,7 @@ COVERED = {
 # What to do about a setting; otherwise: leave it out
 INSTEAD = {
     "device": "say --device cpu",
+    "cp_comm_type": "say --cp-comm-type a2a, which has whole heads on each rank",
     "precision": "say --bf16 or --precision fp32",
     "disable_bias_linear": "say --disable-bias-linear, or leave out --expert-model-parallel-size",
 }
@@ -64,6 +66,13 @@ def words_of(value: object) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (str(value),)
 
 
+def said_of(s: SimpleNamespace, name: str) -> str:
+    """A setting that is not covered, as the user wrote it."""
+    if name == "cp_comm_type" and s.cp_comm_type is None:
+        return f"{said(s, 'context_parallel_size')} with keys and values in a ring"
+    return said(s, name)
+
+
 def uncovered(s: SimpleNamespace) -> list[str]:
     """The names of the settings that the mode does not cover."""
     if not s.batch_invariant_mode:
@@ -73,7 +82,7 @@ def uncovered(s: SimpleNamespace) -> list[str]:
 
 def _sentence(s: SimpleNamespace) -> str:
     names = uncovered(s)
-    words = " and ".join(said(s, name) for name in names)
+    words = " and ".join(said_of(s, name) for name in names)
     instead = [INSTEAD[name] for name in names if name in INSTEAD]
     others = [dashed(name) for name in names if name not in INSTEAD]
     do = [*instead, f"leave out {', '.join(others)}"] if others else instead
@@ -103,20 +112,36 @@ def forward_problems(config: Config, world: int) -> list[str]:
 
 
 def problems(s: SimpleNamespace) -> list[str]:
-    """The problem of a model whose sums tensor parallel ranks cannot divide in one order. s: of settings that work"""
-    found = not_divided(s) if s.batch_invariant_mode and s.tp > 1 else []
+    """The problem of a model whose sums tensor or context parallel ranks cannot divide in one order. s: of settings that
+    work
+    """
+    found = not_divided(s) if s.batch_invariant_mode and s.tp * s.cp > 1 else []
+    names = [name for name in ("tensor_model_parallel_size", "context_parallel_size") if getattr(s, name) > 1]
     return found and [
-        f"--batch-invariant-mode with {said(s, 'tensor_model_parallel_size')} does not cover {'; '.join(found)}; leave one "
-        "of the two out (docs/parallelism.md#the-same-bits-in-every-layout)"
+        f"--batch-invariant-mode with {' and '.join(said(s, name) for name in names)} does not cover {'; '.join(found)}; "
+        "leave one of them out (docs/parallelism.md#the-same-bits-in-every-layout)"
     ]
 
 
+def refusal(config: Config, world: int) -> str:
+    """What of these settings the mode does not cover, in a layout of so many ranks, in a few words; or ""."""
+    s = record(config, world)
+    found = [said_of(s, name) for name in uncovered(s)]
+    found += [f"{s.dp} data parallel ranks"] if s.dp & (s.dp - 1) else []
+    found += not_divided(s) if s.tp * s.cp > 1 and not found else []
+    return f"--batch-invariant-mode does not cover {' and '.join(found)}" if found else ""
+
+
 def not_divided(s: SimpleNamespace) -> list[str]:
-    """What of a model has sums that tensor parallel ranks cannot divide in one order."""
-    found = [f"{s.tp} ranks: blocks are divided by 2, 4 or 8"] if s.tp not in (2, 4, 8) else []
+    """What of a model has sums that tensor and context parallel ranks cannot divide in one order."""
+    found = [f"{s.tp} ranks: blocks are divided by 2, 4 or 8"] if s.tp not in (1, 2, 4, 8) else []
+    if s.cp > 1:
+        found += [f"{s.cp} ranks: a sample's {BLOCKS} blocks are divided by 2 or 4"] if s.cp not in (2, 4) else []
+        found += [f"{s.tp} x {s.cp} ranks, more than {BLOCKS}"] if s.tp * s.cp > BLOCKS else []
     found += [said(s, "label_smoothing")] if s.label_smoothing else []
     found += ["--attention-output-gate"] if s.attention_output_gate else []
-    found += [f"--seq-length {s.seq_length}, no multiple of {BLOCKS}"] if s.seq_length % BLOCKS else []
+    rows = s.cp * max(VECTORS, SAME_ROWS) if s.cp > 1 else BLOCKS  # kernels treat the rows of ranks alike
+    found += [f"--seq-length {s.seq_length}, no multiple of {rows}"] if s.seq_length % rows else []
     tables = recipe_of(s.settings).facts(s.settings, 1).tables.values()
     for name, placed in {name: placed for table in tables for name, placed in table.items()}.items():
         layer, _, own = name.partition(".")
@@ -125,6 +150,11 @@ def not_divided(s: SimpleNamespace) -> list[str]:
         elif name.endswith("weight") and (dim := placed.cut.get("tp")) is not None:
             width = math.prod(placed.shape[dim : max(dim + 1, len(placed.shape) - 1)])
             found += [f"{name}, whose {width} rows or columns are no multiple of {BLOCKS}"] if width % BLOCKS else []
+            size = s.seq_length // s.cp * s.hidden_size * width // BLOCKS
+            if s.cp > 1 and size < SAME_SIZE:
+                found.append(
+                    f"{name} of {s.seq_length} / {s.cp} tokens, a product too small for the kernel of larger ones"
+                )
     return found
 
 

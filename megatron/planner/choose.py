@@ -11,6 +11,7 @@ from typing import Optional
 from megatron.errors import SettingsError
 from megatron.model.hybrid import cut_by_pattern
 from megatron.model.recipe import recipe_of
+from megatron.optimizer import ordered_rules
 from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline import stages
 from megatron.planner import target
@@ -89,7 +90,7 @@ def search_micro_batch(config: schema.Config) -> SearchResult:
     each = (config.batch.global_batch_size or config.planner.max_global_batch_size) // layout.dp
     only = tuple(
         replace(layout, micro_batch_size=size)
-        for size in divisors(each)
+        for size in ([1] if config.parallel.batch_invariant_mode else divisors(each))
         if not batch.problems(replace(config.batch, micro_batch_size=size), layout.dp)
         and (own is None or each // size == own.num_microbatches)
     )
@@ -159,7 +160,7 @@ OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 NARROWING = {*AXES, *OFFLOADS, *RECOMPUTE, *OVERLAPS}
 NARROWING |= {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}
 NARROWING |= {"micro_batch_size", "global_batch_size", "moe_token_dispatcher_type", "moe_ranks_per_node"}
-NARROWING |= {"moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"}
+NARROWING |= {"moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms", "batch_invariant_mode"}
 
 
 def kept(config: schema.Config) -> list[str]:
@@ -190,6 +191,8 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
     offload = (o.host_share, o.nvme_offload_fraction, o.param_cpu_offload)
     if not given(*OFFLOADS):
         offload = None if cluster.device.kind == "cuda" and not knows_matrices(o) else NOT_OFFLOADED
+    micro = b.micro_batch_size if given("micro_batch_size") and b.micro_batch_size != schema.AUTO else None
+    ordered = p.batch_invariant_mode  # which has a sample a pass
     return Space(
         **_global_batch(config),
         **{axis: getattr(p, name) for name, axis in AXES.items() if given(name)},
@@ -199,8 +202,9 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         cp_levels=p.cp_levels,
         ranks_per_node=(p.moe_ranks_per_node or cluster.local_size) if p.moe_token_dispatcher_type == "flex" else 0,
         library=(p.moe_flex_dispatcher_backend, config.model.expert_hidden_size),
-        micro_batch_size=b.micro_batch_size
-        if given("micro_batch_size") and b.micro_batch_size != schema.AUTO
+        micro_batch_size=1 if ordered else micro,
+        refusal=(lambda layout: ordered_rules.refusal(layout.applied(config, 1), cluster.world_size))
+        if ordered
         else None,
         recompute=config.recompute if given(*RECOMPUTE) else None,
         offload=offload,

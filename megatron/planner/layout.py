@@ -62,6 +62,7 @@ class Job:
     fp8, fp8_wgrad: as in `RankSetup`
     library: of --moe-flex-dispatcher-backend, and its multiprocessors (None: its default)
     busiest: --moe-load-imbalance, for times; fullest: --moe-memory-imbalance, for memory
+    ordered: --batch-invariant-mode
     """
 
     facts: Facts
@@ -91,6 +92,7 @@ class Job:
     library: Optional[tuple[str, Optional[int]]] = None
     busiest: float = 1.0
     fullest: float = 1.0
+    ordered: bool = False
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str, alone: bool = False) -> "Job":
@@ -123,6 +125,7 @@ class Job:
             library=library_of(config.parallel),
             busiest=config.planner.moe_load_imbalance,
             fullest=config.planner.moe_memory_imbalance or config.planner.moe_load_imbalance,
+            ordered=config.parallel.batch_invariant_mode,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
             **(dict(fp8=config.precision.fp8_recipe, fp8_wgrad=config.precision.fp8_wgrad) if in_fp8 else {}),
             **({} if alone else teaching(config, facts, dp, device)),
@@ -138,9 +141,13 @@ class Job:
         """The same job while the busiest rank of experts has most rows."""
         return self if self.fullest == self.busiest else replace(self, busiest=self.fullest)
 
+    def reducing(self, zero: int) -> int:
+        """The ZeRO stage that reduces gradients as this one: with --batch-invariant-mode all do after each pass."""
+        return max(zero, 2) if self.ordered else zero
+
     def shard_gradients(self, zero: int) -> int:
         """Bytes of a gradient in a rank's shard."""
-        return self.main_gradients if zero >= 2 else self.gradients
+        return self.main_gradients if self.reducing(zero) >= 2 else self.gradients
 
     @property
     def element(self) -> int:
@@ -163,7 +170,7 @@ class Job:
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
         own |= dict(largest_scores=self.largest_scores, fp8=self.fp8, fp8_wgrad=self.fp8_wgrad)
-        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8), busiest=self.busiest)
+        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8), busiest=self.busiest, ordered=self.ordered)
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 
@@ -429,7 +436,8 @@ class Layout:
         """The settings of a run, with this layout in place of their own."""
         made, own = vars(self._parallel()), config.parallel
         same_way = self.cp > 1 and (self.cp_heads, self.gathers) == _context_sharing(own)  # then keep the given words
-        kept = {"distributed_backend", "distributed_timeout_minutes", "pipeline_timeline", "print_topology"}
+        kept = {"batch_invariant_mode", "distributed_backend", "distributed_timeout_minutes", "pipeline_timeline"}
+        kept.add("print_topology")
         kept |= _context_words(own).keys() if same_way else set()
         kept |= {name for name in made if config.given(name)}  # the search keeps these, maybe in other words
         if config.given("num_layers_per_virtual_pipeline_stage"):

@@ -23,6 +23,7 @@ from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import Sizes, Units, first_units, rank_units
 from megatron.planner.schedule_time import is_split
+from megatron.planner.traffic import shares_table, used_twice
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Recompute
 
@@ -109,7 +110,7 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
         "main weights": 0 if shared else 4 * here,
     }
     host = Counter()
-    if layout.zero < 2 and not units.whole(sizes):
+    if job.reducing(layout.zero) < 2 and not units.whole(sizes):
         device["gradients"] += job.gradients * whole
     if not keeps_all:
         same = element == 4 and not (layout.param_offload and cuda)
@@ -176,7 +177,8 @@ def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], 
     return held | {
         "gathered weights": _gathered(units, job, layout),
         "weights in fp8": _weights_in_fp8(job, layout, rank),
-        "gradient buffers": _buffers(units, job, layout),
+        "gradient buffers": _buffers(units, job, layout, rank),
+        "sums of earlier passes": _earlier_sums(units, job, layout, rank),
     }, host
 
 
@@ -382,13 +384,43 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
     return units.others.total(size_of) + layers * units.largest_layer(size_of)
 
 
-def _buffers(units: Units, job: Job, layout: Layout) -> int:
-    """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the reduced piece."""
-    if layout.zero < 2:
+def _buffers(units: Units, job: Job, layout: Layout, rank: int) -> int:
+    """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the reduced piece. With
+    --batch-invariant-mode of all stages; each pass has its own, which pass W completes.
+    """
+    if job.reducing(layout.zero) < 2:
         return 0
     sizes = layout.data_sizes
     block = units.largest_layer(lambda unit: unit.padded(sizes) + unit.owned(sizes))
-    return job.gradients * (units.others.padded(sizes) + (1 + layout.overlap) * block)
+    size = units.others.padded(sizes) + (1 + layout.overlap) * block
+    if job.ordered:
+        size += used_twice(units, layout) if shares_table(job, layout, rank) else 0
+        size += _reducing(units, layout)
+        size += _waiting_passes(job, layout, rank) * units.layers.padded(sizes) // layout.chunks
+    return job.gradients * size
+
+
+def _reducing(units: Units, layout: Layout) -> int:
+    """Elements that a sum over ranks of one order needs: the pieces of all ranks; of an all-reduce twice."""
+    over = lambda unit, axis: layout.data_sizes[unit.axes[axis]] > 1
+    return max((unit.padded(layout.data_sizes) * (over(unit, 1) or 2 * over(unit, 0)) for unit in units), default=0)
+
+
+def _waiting_passes(job: Job, layout: Layout, rank: int) -> int:
+    """The most passes of a rank's chunks between their passes B and W."""
+    held = most_held(layout.order, layout.pp, layout.num_microbatches(job), layout.chunks, rank, layout.lags)
+    return max(sum(waiting) for _, waiting in held)
+
+
+def _earlier_sums(units: Units, job: Job, layout: Layout, rank: int) -> int:
+    """--batch-invariant-mode: sums over earlier passes that wait for as many later ones (`ordered_sums.Tree`)."""
+    if not job.ordered:
+        return 0
+    waiting, sizes = (layout.num_microbatches(job) + 1).bit_length() - 1, layout.data_sizes
+    pieces = units.owned(sizes)
+    if shares_table(job, layout, rank):
+        pieces += sum(unit.owned(sizes) for unit in units.others if len(unit.ends) > 1)
+    return job.gradients * waiting * pieces
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> int:

@@ -8,7 +8,7 @@ choices are computed outside their loops. The best plans are then refined: layer
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Optional
@@ -57,6 +57,7 @@ class Space:
     library: of --moe-flex-dispatcher-backend, and the width of tokens: it serves some sizes of ep
     ranks_per_node: between which links are fast, if experts' tokens are sent in hops; 0: they are not
     tolerance: plans are equally fast if their times differ by less than this share
+    refusal: why a layout's sizes of tp, cp, pp, ep and etp cannot train this job, or ""; None: all can
     """
 
     global_batch: Optional[int] = None
@@ -86,6 +87,7 @@ class Space:
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # host memory per rank
     tolerance: float = 0.0
+    refusal: Optional[Callable[[Layout], str]] = None
 
 
 def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> SearchedPlans:
@@ -142,10 +144,7 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
                 dp = world // (tp * cp * pp)
                 if space.dp not in (None, dp):
                     continue
-                grids = _expert_sizes(experts, Layout(tp, pp, dp, cp=cp), space)
-                if not grids:
-                    result.impossible.append(f"tp {tp} cp {cp} pp {pp}: ep x etp does not divide its experts or ranks")
-                    continue
+                grids = _grids(experts, Layout(tp, pp, dp, cp=cp, cp_heads=cp_heads, gathers=gathers), space, result)
                 for micro, batch in _batches(job, dp, space, result):
                     sized = replace(job, global_batch=batch)
                     for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
@@ -158,6 +157,19 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
                                 share = one(**own).rank_setup(job)
                                 for recompute in _recomputations(share, job.facts, space.recompute):
                                     yield one(recompute=recompute, **own), sized
+
+
+def _grids(experts: Table, layout: Layout, space: Space, result: SearchedPlans) -> list[dict[str, Optional[int]]]:
+    """`_expert_sizes` that can train the job."""
+    grids = _expert_sizes(experts, layout, space)
+    if not grids:
+        sizes = f"tp {layout.tp} cp {layout.cp} pp {layout.pp}"
+        result.impossible.append(f"{sizes}: ep x etp does not divide its experts or ranks")
+    if space.refusal is None:
+        return grids
+    refused = {replace(layout, **own).short(): space.refusal(replace(layout, **own)) for own in grids}
+    result.impossible += [f"{name}: {why}" for name, why in refused.items() if why]
+    return [own for own in grids if not refused[replace(layout, **own).short()]]
 
 
 def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str, Optional[int]]]:
@@ -366,6 +378,8 @@ def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tupl
 @lru_cache(maxsize=4096)
 def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
     state, single, options = _only_state(base), replace(job, global_batch=base.dp), []
+    if job.ordered:  # gradients of passes wait for each other
+        state, single = base, job
     for (zero, shard, offload), *held in _held(state, single, cluster.device, space, ranks):
         # The number of micro-batches counts from ZeRO 2 on, and the order of the passes with ZeRO 3.
         layout = _shared(base if zero == 3 else state, zero, shard, offload, space, cluster.device)

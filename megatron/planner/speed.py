@@ -564,11 +564,11 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
     here = replace(layout, offload=0.0, disk=0.0, param_offload=False) if away else layout
     sums = _sums_once(job, here, cluster, rank)
     gathers = layout.chunks * (2 * layout.num_microbatches(job) if layout.zero == 3 else 1)
-    reductions = layout.chunks * (layout.num_microbatches(job) if layout.zero >= 2 else 1)
+    reductions = layout.chunks * (layout.num_microbatches(job) if job.reducing(layout.zero) >= 2 else 1)
     gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
     update = _update(job, layout, cluster, rank)
     sharding = ShardingTimes(
-        layout.zero,
+        job.reducing(layout.zero),
         sums["gather"] / gathers,
         sums["reduce"] / reductions,
         (1 - cluster.device.exposed) * gather_ahead,

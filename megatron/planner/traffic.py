@@ -18,6 +18,7 @@ from megatron.mpu.selection import Selection
 from megatron.planner.held_passes import starts
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import LayerOf, Sizes, Units, layer_sizes, layers_of, rank_units
+from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.schema import Recompute
 
 FIRST = dict(shard=0, expert_shard=0)  # the place of a rank with the first shards
@@ -41,6 +42,7 @@ class Transfer:
 def transfers(job: Job, layout: Layout, rank: int = 0, place: Sizes = FIRST) -> list[Transfer]:
     """The transfers of one step of a pipeline rank. place: its index on each axis that shards."""
     result = _in_layers(job, layout, rank) + (_of_loss(job, layout, rank) if layout.tp > 1 else [])
+    result += _sums_over_tokens(job, layout, rank) if job.ordered else []
     result.sort(key=lambda transfer: transfer.axis != "tp")
     result += _messages(job, layout, rank) if layout.pp > 1 else []
     return [transfer for transfer in result if transfer.bytes] + once_a_step(job, layout, rank, place)
@@ -103,6 +105,29 @@ def calls_of(ops: list[LayerOp], modules: Sequence[str]) -> Iterator[tuple[Colle
             yield from ((op, call) for call in op.ahead)
 
 
+def _sums_over_tokens(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    """--batch-invariant-mode sums gradients over a sample's tokens in each pass, of which ranks of tp and cp have parts:
+    those of norms and biases in `BLOCKS` blocks, and those of tables over whole samples (`mpu/ordered_tokens.py`).
+    """
+    name, number, cp, share = "sums over tokens", layout.num_microbatches(job), layout.cp, layout.rank_setup(job)
+    slots = [slot for unit in rank_units(job, layout, rank) for slot in unit.slots if not slot.decay]
+    cut = [slot for slot in slots if "tp" in slot.partial]
+    found = [Transfer(name, "all_gather", "tp", 4 * number * BLOCKS // cp * sum(slot.size for slot in cut), len(cut))]
+    if cp == 1:
+        return found
+    found.append(Transfer(name, "all_gather", "cp", 4 * number * BLOCKS * sum(slot.size for slot in slots), len(slots)))
+    stages, facts, calls = layout.pipeline(job.facts.num_layers).stages, job.facts, []
+    if stages[0][0] == rank:  # gradients of the embedding, and tokens
+        n = facts.embedded_tokens(share)
+        calls += [("all_to_all", n * facts.settings.hidden_size * share.element), ("all_gather", 8 * n * cp)]
+    if stages[-1][0] == rank:
+        n = facts.loss_tokens(share)
+        states = Residual(facts.settings, share, n)
+        calls += [("all_gather", 4 * n * cp)] * 2  # of losses, and of z-losses
+        calls += [(op.back[0], op.size) for op in states.over_tokens(facts.vocabulary_rows(share.tp), states.h)]
+    return found + [Transfer(name, op, "cp", number * size, number) for op, size in calls]
+
+
 def _of_loss(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     """The collectives of the loss, or of scores, over tp."""
     number, share = layout.num_microbatches(job), layout.rank_setup(job)
@@ -112,8 +137,9 @@ def _of_loss(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         return [Transfer("scores", "all_reduce", "tp", number * sum(scores), number * len(scores))]
     n, chunks = job.facts.loss_tokens(share), number * job.facts.loss_chunks(share)
     number, chunks = (one * (1 + job.facts.settings.depths) for one in (number, chunks))
+    statistics = BLOCKS if job.ordered else layout.tp  # of each token
     return [
-        Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * number, chunks),
+        Transfer("loss", "all_gather", "tp", 4 * n * statistics * number, chunks),
         Transfer("loss", "all_reduce", "tp", 4 * n * number, chunks),
     ]
 
@@ -139,7 +165,7 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
     for (replicate, shard), units in rank_units(job, layout, rank).over.items():
         count = len(units)
         if sizes[shard] > 1:
-            rounds = num_microbatches if layout.zero >= 2 else 1
+            rounds = num_microbatches if job.reducing(layout.zero) >= 2 else 1
             size = rounds * _reduced(units, job, layout, rank)
             yield Transfer("gradients", "reduce_scatter", shard, size, rounds * count, beside)
             size, calls = units.bytes_of(lambda unit: unit.padded(sizes), job.element), count
@@ -149,16 +175,24 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
             scales = units.scales if ranks > 1 else 0
             yield Transfer("largest values of fp8 weights", "all_reduce", axis, 4 * scales, 1)
         if sizes[replicate] > 1:
-            size = job.shard_gradients(layout.zero) * units.owned(sizes)
-            yield Transfer("gradients", "all_reduce", replicate, size, 1, beside)
+            size, rounds = job.shard_gradients(layout.zero) * units.owned(sizes), 1
+            if job.ordered:  # what a reduction over shards leaves, or all of it
+                rounds = num_microbatches
+                size = rounds * _reduced(units, job, layout, rank) // sizes[shard]
+            yield Transfer("gradients", "all_reduce", replicate, size, rounds * count if job.ordered else 1, beside)
 
 
 def _reduced(units: Units, job: Job, layout: Layout, rank: int) -> int:
     """Bytes of the gradients of one round; stages 2 and 3 reduce a table that two chunks of a rank share twice."""
     size = job.gradients * units.padded(layout.data_sizes)
-    if layout.zero >= 2 and _shares_table(job, layout, rank):
-        size += job.gradients * sum(unit.padded(layout.data_sizes) for unit in units.others if len(unit.ends) > 1)
+    if job.reducing(layout.zero) >= 2 and shares_table(job, layout, rank):
+        size += job.gradients * used_twice(units, layout)
     return size
+
+
+def used_twice(units: Units, layout: Layout) -> int:
+    """Elements of the buffers of units that first and last stage use."""
+    return sum(unit.padded(layout.data_sizes) for unit in units.others if len(unit.ends) > 1)
 
 
 def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, int]:
@@ -199,9 +233,11 @@ def _used(ends: tuple[str, ...], stage: int, stages: int) -> bool:
     return (stage == 0 and "first" in ends) or (stage == stages - 1 and "last" in ends)
 
 
-def _shares_table(job: Job, layout: Layout, rank: int) -> bool:
+def shares_table(job: Job, layout: Layout, rank: int) -> bool:
+    """Whether a rank's table has two gradients in a pass, or those of two chunks, which are reduced one by one."""
     stages = layout.pipeline(job.facts.num_layers).stages
-    return job.facts.shares_embedding and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
+    several = job.ordered or len(stages) > 1
+    return job.facts.shares_embedding and several and stages[0][0] == stages[-1][0] == rank
 
 
 def _partial(job: Job, layout: Layout, rank: int, place: Sizes) -> list[Transfer]:

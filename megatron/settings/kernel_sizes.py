@@ -8,6 +8,9 @@ TILE = 128  # rows of a tile of a GPU's matrix product, of which chunks are mult
 JOINED = 256  # short neighbouring documents share a masked attention call of this many keys: one call each costs more
 BLOCK_BYTES = 128 << 20  # of the logits of one product, which their gradients overwrite
 
+SAME_ROWS = 16  # rows from which on a product's row does not depend on their number
+VECTORS = 32  # numbers of which vector registers take many; of the rest kernels may compute functions in another way
+SAME_SIZE = 1 << 13  # rows x columns x terms: torch multiplies up to 2^12 in bf16 by other kernels
 NONCAUSAL_ROWS = 512  # of queries in a block of non-causal attention
 RING_ROWS = 256  # the same of explicit attention in a ring
 SCORE_BYTES = dict(cpu=4 << 20, cuda=256 << 20)  # of fp32 scores, of which only the largest are kept
@@ -31,6 +34,13 @@ class LossChunks(NamedTuple):
             chunk = max(16, CHUNK_BYTES[device] // (4 * rows))
             chunk -= chunk % TILE if device == "cuda" and chunk > TILE else 0
         return cls(chunk, max(chunk, BLOCK_BYTES // (element * rows) // chunk * chunk))
+
+    @classmethod
+    def ordered(cls, n: int, rows: int, tp: int, *args) -> "LossChunks":
+        """Those of --batch-invariant-mode: all n tokens are one block, and none is in a vector register that is not full.
+        args: as of `of`
+        """
+        return cls(max(VECTORS, cls.of(rows * tp, *args).chunk // VECTORS * VECTORS), n)
 
 
 def causal_blocks(s: int, q: int) -> list[tuple[int, int]]:

@@ -9,20 +9,23 @@
 
 The checkpoint may be of any layout. Before the folder appears, the program that will run it (transformers, llama.cpp,
 onnxruntime, torch) and this suite compute the same tokens: the largest difference is printed, and an export that differs
-too much is not written (exit code 5). On CPU.
+too much is not written (exit code 5). On CPU. Flags of sampling and beam search (--top-p 0.9) go to
+generation_config.json, whose settings the programs take that read the folder.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.inference.sampling import Sampling, Search
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.declare import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
-from megatron.settings.statements import failing_in_users_words, given_values, in_users_words, words_of
+from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
 from megatron.storage.urls import UrlPath, location
 
 
@@ -49,13 +52,24 @@ class ExportOptions:
     )
     check: bool = setting("compare with the program that will run it; --no-check: write without comparing", True)
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+    num_samples: Optional[int] = setting(
+        "continuations of each prompt, for generation_config.json as the flags of sampling and beam search",
+        None,
+        "--num-return-sequences",
+    )
 
 
 def main(argv: list[str]) -> None:
     """Export, and print what was written and how well both sides agree."""
     groups, given = parse_with_record(
         argv,
-        dict(export=ExportOptions, quantize=QuantizeOptions, tokenizer=TokenizerSettings),
+        dict(
+            export=ExportOptions,
+            quantize=QuantizeOptions,
+            sampling=Sampling,
+            search=Search,
+            tokenizer=TokenizerSettings,
+        ),
         prog="python -m megatron.tools.export",
         description="Export a trained model for other programs.",
         common=tuple(ExportOptions.__dataclass_fields__),
@@ -82,10 +96,23 @@ def main(argv: list[str]) -> None:
             settings.tensor_model_parallel_size,
             settings.check,
             groups["quantize"],
+            recommended(groups, given),
         )
         tokenizer = given_values(TokenizerSettings, given)
         notes = export(settings.load, out, wanted, step=settings.ckpt_step, given=tokenizer)
         print("\n  ".join(in_users_words(note, given) for note in notes))
+
+
+def recommended(groups: Mapping[str, Any], given: Mapping[str, Statement]) -> dict[str, Any]:
+    """The given settings of generation, which generation_config.json recommends to the programs that read the export."""
+    sampling: Sampling = groups["sampling"]
+    sampling.check(given)
+    groups["search"].check(sampling, given)
+    sampling, notes = sampling.normalized()
+    rank_env.print_notes(notes)
+    found = given_values(Sampling, given) | given_values(Search, given)
+    found = {name: getattr(sampling, name, value) for name, value in found.items() if name != "decoding_strategy"}
+    return found | ({} if groups["export"].num_samples is None else dict(num_samples=groups["export"].num_samples))
 
 
 if __name__ == "__main__":

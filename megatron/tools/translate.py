@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
+from megatron.errors import SettingsError, UsageError, did_you_mean, numbered, run_main
 from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.nemo2 import NEMO2
 from megatron.settings.dialects.recipes import RecipeRuns
 from megatron.settings.dialects.runs import DIALECTS, is_source, translations
 from megatron.settings.dialects.shell import LITERAL, quoted, read_words
-from megatron.settings.dialects.start import TranslatedRun, Untranslated, WithoutFile, as_is, place_of
-from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine
+from megatron.settings.dialects.start import TranslatedRun, Untranslated, WithoutFile, as_is, place_of, ranks_note
+from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting
 from megatron.settings.dialects.translate import HELD_BY_SHELL, back, spellings
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
@@ -135,12 +135,23 @@ def print_runs(dialect: Dialect, words: list[str], options: TranslateOptions) ->
     print("\n".join(lines).replace(LITERAL, "$"))
     if gone:
         raise UsageError(gone, do="check the path: the other commands are translated")
+    if unknown := [place_and_why(source, why) for one in runs for source, why in one.found.unknown]:
+        which = "this setting is" if len(unknown) == 1 else f"{len(unknown)} settings are"
+        text = unknown[0] if len(unknown) == 1 else numbered(unknown)
+        raise UsageError(
+            f"{which} unknown to {dialect.title}: {text}", do="correct or remove it: the other ones are translated"
+        )
     lost = sum(len(one.found.lost) for one in runs)
     untranslated = sum(isinstance(one, Untranslated) for one in parts)
     problems = [f"{lost} settings of {dialect.title} have no equivalent"] * bool(lost)
     problems += [f"{untranslated} commands are not translated"] * bool(untranslated)
     if options.strict and problems:
         raise SettingsError(", and ".join(problems), do="see 'no equivalent' and 'not translated' above")
+
+
+def place_and_why(source: TheirSetting, why: str) -> str:
+    """A source that is not translated, with its place and the reason."""
+    return f"{place_of(source)}{' ' if why.startswith('is ') else ': '}{why}"
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
@@ -154,7 +165,7 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
         task=("finetune.py", {**GROUPS, **finetune_start.groups()}),
         generate=("-m megatron.tools.generate", dict(one=generate.GenerateOptions, two=Sampling, three=Search)),
         evaluate=("-m megatron.tools.evaluate", dict(one=evaluate.EvaluateOptions)),
-        export=("-m megatron.tools.export", dict(one=export.ExportOptions)),
+        export=("-m megatron.tools.export", dict(one=export.ExportOptions, two=Sampling, three=Search)),
     )[purpose]
 
 
@@ -164,7 +175,10 @@ def lines_of(run: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     as_row = (lambda line: as_yaml(line, run.known)) if form == "yaml" else as_flag
     rows = [(as_row(line), comment(line, dialect, commented)) for line in run.found.lines]
     kept = [(as_flag(line), comment(line, dialect, commented)) for line in run.found.kept]
-    head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in run.notes]
+    head = [f"# from {dialect.title}, by megatron.tools.translate"]
+    head += [f"# {note}" for note in (*ranks_note(run), *run.notes)]
+    if run.found.unknown:
+        head += ["# unknown, and left out:", *(f"#   {place_and_why(*one)}" for one in run.found.unknown)]
     behind = map(as_is, run.behind)
     if form == "yaml":
         held = [any(map(VARIABLE.search, line.words)) for line in run.found.lines]
@@ -179,7 +193,7 @@ def lines_of(run: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
         body = ["FLAGS=(", *(f"    {row}" for row in aligned(rows + kept)), ")", " ".join(words)]
     for title, pairs in (("no effect here", run.found.idle), ("no equivalent", run.found.lost)):
         if pairs:
-            body += [f"# {title}:", *(f"#   {place_of(source)}: {text}" for source, text in pairs)]
+            body += [f"# {title}:", *(f"#   {place_and_why(*one)}" for one in pairs)]
     return head + body
 
 

@@ -210,7 +210,7 @@ def test_b_is_read_by_the_entry_as_it_is(calls, desk, capsys):
     Path("gpt2_configs/gpt2_zero3.py").write_text(
         "from colossalai.x import y\nBATCH_SIZE = 2\nif y:\n    SEQ_LEN = 3\nz = 1\n"
     )
-    with pytest.raises(UsageError, match="(?s)gpt2_zero3.py:5: z = 1.*gpt2_zero3.py:3: if y:: it would have to be run"):
+    with pytest.raises(UsageError, match="(?s)gpt2_zero3.py:3: if y:: it would have to be run.*gpt2_zero3.py:5: z = 1"):
         pretrain_gpt.main(own)
 
 
@@ -382,7 +382,8 @@ def test_d_gpt22b_searches_and_trains(llmacc, desk, capsys):
 
 
 def test_d_parameters_are_answered_each(capsys):
-    translate.main(["--from", "llmacc", str(HERE / "D_parameters.txt")])
+    with pytest.raises(UsageError, match="--global batch size: no flag that is known"):
+        translate.main(["--from", "llmacc", str(HERE / "D_parameters.txt")])
     said = capsys.readouterr().out
     for number, line in enumerate((HERE / "D_parameters.txt").read_text().splitlines(), 1):
         assert f"D_parameters.txt:{number}: {line}" in said

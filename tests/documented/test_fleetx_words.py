@@ -24,7 +24,7 @@ COMMANDS = dict(
     task={**GROUPS, **finetune_start.groups()},
     generate=dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
     evaluate=dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
-    export=dict(export=ExportOptions, tokenizer=TokenizerSettings),
+    export=dict(export=ExportOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
 )
 ON, OFF = "true True TRUE yes Yes on 1".split(), "false False no off Off 0".split()
 
@@ -119,6 +119,21 @@ Quantization.channel_wise_abs_max weight_quantize_type switch:channel_wise_abs_m
 Quantization.freeze_embedding freeze True=['embedding.*']
 Quantization.skip_tensor_map.block_3 quantization_skip [linear1]=blocks.3.mlp.up [linear2]=blocks.3.mlp.down
 """
+GENERATION = """Generation.top_k top_k 5 6
+Generation.top_p top_p 0.5 0.6
+Generation.temperature temperature 0.5 0.6
+Generation.max_dec_len tokens_to_generate 5 6
+Generation.min_dec_len min_tokens_to_generate 1 2
+Generation.num_return_sequences num_samples 2 3
+Generation.repetition_penalty repetition_penalty 1.5 2.0
+Generation.decode_strategy greedy greedy_search=True
+Generation.num_beams num_beams 4 2
+Generation.length_penalty length_penalty 0.6 1.0
+Generation.num_beam_groups num_beam_groups 2 4
+Generation.diversity_rate diversity_penalty 0.5 1.5
+Generation.forced_bos_token_id forced_bos_token_id 5 6
+Generation.forced_eos_token_id forced_eos_token_id 5 6
+"""
 ARRIVES = dict(
     train=TRAINING,
     task="""
@@ -133,6 +148,7 @@ Model.hidden_size hidden_size 64 96
 Engine.mix_precision.use_pure_fp16 precision switch:fp16/fp32
 """.replace("task_data_path", "data_path"),
     generate="""
+Generation.use_cache use_cache switch
 Global.device device cpu gpu=cuda
 Global.seed sampling_seed 7 8
 Distributed.mp_degree tensor_model_parallel_size 2 4
@@ -140,22 +156,9 @@ Distributed.pp_degree pipeline_model_parallel_size 2 4
 Engine.save_load.ckpt_dir load out other
 Inference.model_dir load out other
 Inference.mp_degree tensor_model_parallel_size 2 4
-Generation.top_k top_k 5 6
-Generation.top_p top_p 0.5 0.6
-Generation.temperature temperature 0.5 0.6
-Generation.max_dec_len tokens_to_generate 5 6
-Generation.min_dec_len min_tokens_to_generate 1 2
-Generation.num_return_sequences num_samples 2 3
-Generation.repetition_penalty repetition_penalty 1.5 2.0
 Generation.use_cache use_cache switch
-Generation.decode_strategy greedy greedy_search=True
-Generation.num_beams num_beams 4 2
-Generation.length_penalty length_penalty 0.6 1.0
-Generation.num_beam_groups num_beam_groups 2 4
-Generation.diversity_rate diversity_penalty 0.5 1.5
-Generation.forced_bos_token_id forced_bos_token_id 5 6
-Generation.forced_eos_token_id forced_eos_token_id 5 6
-""",
+"""
+    + GENERATION,
     evaluate="""
 Global.device device cpu gpu=cuda
 Distributed.mp_degree tensor_model_parallel_size 2 4
@@ -174,7 +177,8 @@ Engine.save_load.ckpt_dir load out other
 Engine.save_load.output_dir output out other
 Distributed.mp_degree tensor_model_parallel_size 2 4
 Inference.mp_degree tensor_model_parallel_size 2 4
-""",
+"""
+    + GENERATION,
 )
 QAT = ("channel_wise_abs_max", "freeze_embedding", "skip_tensor_map.block_3")
 # What a key needs for an effect. Without it the key is named.
@@ -322,6 +326,7 @@ evaluate Inference.dp_degree 2
 evaluate! Model.module GPTGenerationModule
 export Inference.model_dir x
 export Inference.dp_degree 2
+export Generation.use_cache True False
 export Distributed.pp_degree 2
 export! Model.module GPTFinetuneModule"""
 # Values of switches that no command knows.

@@ -104,7 +104,7 @@ def test_what_a_command_says_wins(capsys):
     line = "nemo llm pretrain --factory \"llama3_8b(num_nodes=2, name='mine')\" trainer.max_steps=10 -y "
     line += "trainer.strategy.context_parallel_size=4 trainer.strategy.foo=1 log.ckpt.save_top_k=null "
     line += "model.config.num_layers=8"
-    text = printed(capsys, "--from", "nemo", line)
+    text = printed(capsys, "--from", "nemo", line, unknown="trainer.strategy.foo=1: no key that is known of NeMo 2")
     found = pairs(flags_printed(text))
     assert found["--train-iters"] == "10" and found["--context-parallel-size"] == "4" and found["--num-layers"] == "8"
     assert found["--save"] == found["--load"] == "nemo_experiments/mine" and "--keep-last" not in found
@@ -113,7 +113,7 @@ def test_what_a_command_says_wins(capsys):
     assert "trainer.strategy.foo=1: no key that is known of NeMo 2" in text
     bridge = "torchrun --nproc_per_node 4 scripts/training/run_recipe.py --recipe llama32_1b_pretrain_config"
     bridge += " --mode pretrain -gb 256 model.tensor_model_parallel_size=2 --foo 3"
-    text = printed(capsys, "--from", "megatron-bridge", bridge)
+    text = printed(capsys, "--from", "megatron-bridge", bridge, unknown="--foo: no flag of Megatron-Bridge's command")
     found = pairs(flags_printed(text))
     assert found["--global-batch-size"] == "256" and found["--tensor-model-parallel-size"] == "2"
     assert (

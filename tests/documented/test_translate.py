@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,10 @@ HERE = Path(__file__).parent
 SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
 
 
-def printed(capsys, *argv: str) -> str:
-    tool.main([*argv])
+def printed(capsys, *argv: str, unknown: str = "") -> str:
+    """What a translation prints; unknown: the error that it ends with."""
+    with pytest.raises(UsageError, match=unknown) if unknown else nullcontext():
+        tool.main([*argv])
     return capsys.readouterr().out
 
 
@@ -558,7 +561,9 @@ def test_accelerates_file_is_read(capsys, tmp_path):
 
 def test_words_of_trl_beside_trainers_are_answered(capsys, tmp_path):
     (tmp_path / "args.json").write_text(json.dumps(dict(seed=1, max_seq_length=64, packing=True, packin=True)))
-    text = printed(capsys, "--from", "hf-trainer", str(tmp_path / "args.json"))
+    text = printed(
+        capsys, "--from", "hf-trainer", str(tmp_path / "args.json"), unknown="args.json:1: packin: true: no key"
+    )
     assert "max_seq_length: 64: say --seq-length\n" in text and "packing: true: say --packing, with finetune.py" in text
     assert "packin: true: no key that is known of Hugging Face Trainer" in text
 
@@ -566,7 +571,7 @@ def test_words_of_trl_beside_trainers_are_answered(capsys, tmp_path):
 def test_fleetxs_auto_and_tools_keep_their_words(capsys):
     config = HERE / "E_config.yaml"
     launch = "python -m paddle.distributed.launch --log_dir log --devices 0,1 ./tools/"
-    text = printed(capsys, "--from", "fleetx", f"{launch}auto.py -c {config} --seed 3")
+    text = printed(capsys, "--from", "fleetx", f"{launch}auto.py -c {config} --seed 3", unknown="--seed 3: no word")
     assert "--auto-parallel" in flags_printed(text) and "--seed 3: no word of PaddleFleetX's tools" in text
     assert "torchrun --log-dir log -r 3 --nproc-per-node 2 pretrain_gpt.py" in text
     text = printed(capsys, "--from", "fleetx", f"{launch}eval.py -c {config} -o Offline_Eval.batch_size=3")
@@ -588,7 +593,9 @@ def test_colossal_ais_data_and_losses_are_named(capsys, tmp_path):
     (tmp_path / "run.sh").write_text(
         f"export DATA=train_data.json\ntorchrun train_gpt.py --config={tmp_path / 'c.py'} --from_torch --backend nccl\n"
     )
-    text = printed(capsys, "--from", "colossalai", str(tmp_path / "run.sh"))
+    text = printed(
+        capsys, "--from", "colossalai", str(tmp_path / "run.sh"), unknown="c.py:8: scale = 2: no key that is"
+    )
     found = pairs(flags_printed(text))
     assert (found["--micro-batch-size"], found["--seq-length"]) == ("8", "1024")
     assert {"--param-cpu-offload", "--optimizer-cpu-offload"} <= set(found) and found["--distributed-backend"] == "nccl"
@@ -647,7 +654,7 @@ def test_llmacc_launches_and_plans(capsys):
     )
     assert plan[:3] == ["python", "-m", "megatron.tools.plan"] and pairs(plan[3:])["--world-size"] == "64"
     assert text.count("for a shell the command ends here, in the comment") == 2
-    text = printed(capsys, "--from", "llmacc", str(HERE / "D_parameters.txt"))
+    text = printed(capsys, "--from", "llmacc", str(HERE / "D_parameters.txt"), unknown="--global batch size: no flag")
     assert pairs(flags_printed(text)) == {
         "--fp16": "",
         "--sharding-stage": "1",
@@ -688,7 +695,7 @@ def test_every_key_is_a_line_or_is_told(name):
     dialect = DIALECTS[CASES[name][0]]
     found = translate(dialect, read_tree(str(HERE / name)))
     told = {line.source.key for line in found.lines if line.source} | {
-        source.key for source, _ in found.idle + found.lost
+        source.key for source, _ in found.idle + found.lost + found.unknown
     }
     told |= {line.source.key for line in found.start}
     load = json.loads if name.endswith("json") else yaml.safe_load
@@ -712,11 +719,14 @@ def test_every_flag_of_a_command_is_told(capsys):
 
 
 def test_what_has_no_equivalent_is_said_with_what_there_is(capsys, tmp_path):
-    text = printed(capsys, "--from", "deepspeed", str(HERE / "others/zero3_auto.json"))
+    content = json.loads((HERE / "others/zero3_auto.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(content | {"gradient_cliping": 1.0}))
+    near = "no key that is known of DeepSpeed; did you mean gradient_clipping?"
+    text = printed(capsys, "--from", "deepspeed", str(tmp_path / "ds.json"), unknown=near[:-1])
+    assert near in text.partition("FLAGS=")[0]
     lost = text[text.index("# no equivalent") :]
     for words in (
         "scheduler.type: OneCycle: there is --lr-decay-style constant, linear",
-        "no key that is known of DeepSpeed; did you mean gradient_clipping?",
         "auto: the program that starts DeepSpeed fills it in",
     ):
         assert words in lost
@@ -727,6 +737,69 @@ def test_what_has_no_equivalent_is_said_with_what_there_is(capsys, tmp_path):
     assert "activations are kept on the device" in printed(
         capsys, "--from", "deepspeed", str(HERE / "others/zero2.json")
     )
+
+
+@pytest.mark.parametrize(
+    "suite, words, wanted",
+    [
+        (
+            "fleetx",
+            "python tools/train.py -o Model.hiden_size=3",
+            "-o Model.hiden_size: 3 is no known key; did you mean",
+        ),
+        ("fleetx", "python tools/train.py -o Model.lr=", "-o Model.lr is no known key"),
+        (
+            "fleetx",
+            "python -m paddle.distributed.launch --device 0 tools/train.py -o Model.num_layers=3",
+            "--device 0: no",
+        ),
+        ("paddlenlp", "python run_pretrain.py --max_lr 1e-4 --micro_bach_size 3", "--micro_bach_size 3: no flag"),
+        ("megatron-deepspeed", "python pretrain_gpt.py --zero-stag 1", "--zero-stag 1: no flag"),
+        ("nanogpt", "python train.py --batch_sise=3", "no key that is known of nanoGPT; did you mean batch_size"),
+        ("nemo", "nemo llm pretrain --factory llama3_8b trainer.max_step=3", "did you mean trainer.max_steps"),
+        ("megatron-bridge", "python run_recipe.py --recipe llama32_1b_pretrain_config --foo 3", "--foo: no flag"),
+        ("hf-trainer", "python run_clm.py --learning_rat 3", "did you mean learning_rate"),
+        ("llmacc", "torchrun -m llmacc.pretrain --num-layer 3", "--num-layer 3: no flag"),
+    ],
+)
+def test_a_misspelled_setting_is_an_error(suite, words, wanted, capsys):
+    """As for the commands here, with exit code 2. The command that is printed says first that something is left out."""
+    with pytest.raises(SystemExit) as left:
+        run_main(tool.main, ["--from", suite, words])
+    out, told = capsys.readouterr()
+    assert left.value.code == 2 and wanted in told and wanted in out.partition("FLAGS=")[0]
+
+
+NLP, DS = "run_pretrain.py --mp_degree 4 --pp_degree 4", "pretrain_gpt.py --tensor-model-parallel-size 4"
+NEMO2 = "nemo llm pretrain --factory"
+RANKS = [  # started, needed, by hand; None: nothing is said
+    ("paddlenlp", f"python -m paddle.distributed.launch --gpus 0,1,2,3,4,5,6,7 {NLP}", 8, "16 or a multiple"),
+    (
+        "paddlenlp",
+        f"python -m paddle.distributed.launch --nnodes 2 --master a:1 --gpus 0,1,2,3,4,5,6,7 {NLP}",
+        16,
+        None,
+    ),
+    ("paddlenlp", f"python -m paddle.distributed.launch --nnodes 2 --gpus 0,1,2,3 {NLP} --dp_degree 2", 8, "32 "),
+    ("paddlenlp", f"python -m paddle.distributed.launch --gpus $GPUS {NLP}", 0, None),
+    ("paddlenlp", f"fleetrun --gpus 0,1 {NLP.replace(' 4', ' 1')} --sharding_degree 4", 2, "4 or a multiple"),
+    ("paddlenlp", "python run_pretrain.py --mp_degree 2", 1, "2 or a multiple"),
+    ("megatron-deepspeed", f"deepspeed --num_nodes 1 --num_gpus 2 {DS}", 2, "4 or a multiple"),
+    ("megatron-deepspeed", f"torchrun --nproc_per_node=8 {DS}", 8, None),
+    ("megatron-deepspeed", f"torchrun --nproc_per_node=6 {DS}", 6, "4 or a multiple"),
+    ("nemo", f"{NEMO2} llama3_70b", 8, "32 or a multiple"),
+    ("nemo", f"{NEMO2} llama3_70b(num_nodes=4)", 32, None),
+]
+
+
+@pytest.mark.parametrize("suite, words, here, wanted", RANKS)
+def test_a_launch_of_other_ranks_than_the_layout_needs_is_named(suite, words, here, wanted, capsys):
+    words = words.split() if suite == "nemo" else [words]
+    told = [line for line in printed(capsys, "--from", suite, *words).splitlines() if "this layout needs" in line]
+    if wanted is None:
+        assert told == []
+    else:
+        assert re.match(f"# {here} ranks? starts? here, and this layout needs {wanted}", told[0]), told
 
 
 # Round trips ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.convert.sentence_piece import read_model, tokenizer_json
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference import generation_config
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import checkpoint as tool
@@ -271,6 +272,31 @@ def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
     export.main(["--load", str(load), "--output", str(tmp_path / "out"), "--format", "gguf", "--dtype", "fp32"])
     assert "other ids" not in capsys.readouterr().out
     assert fields_of(tmp_path / "out/model.gguf")["ggml.model"] == "t5"
+
+
+def test_an_export_recommends_what_it_is_told(new_checkpoint, tmp_path):
+    """PaddleFleetX's programs have the section Generation in them: what generates from the folder, here and in
+    transformers, takes it.
+    """
+    transformers = pytest.importorskip("transformers")
+    load = new_checkpoint()
+    (load / "generation_config.json").write_text(json.dumps(dict(num_beams=4, length_penalty=0.5, min_p=0.1)))
+    section = "{decode_strategy: sampling, top_p: 0.75, max_dec_len: 9, min_dec_len: 2, num_return_sequences: 3}"
+    (tmp_path / "run.yaml").write_text(f"Generation: {section}\n")
+    words = ["--load", str(load), "--no-check", "--output"]
+    export.main([*words, str(tmp_path / "drawn"), "-c", str(tmp_path / "run.yaml")])
+    theirs = transformers.GenerationConfig.from_pretrained(tmp_path / "drawn")
+    assert (theirs.do_sample, theirs.top_p, theirs.top_k, theirs.num_beams or 1) == (True, 0.75, 0, 1)
+    assert (theirs.max_new_tokens, theirs.min_new_tokens, theirs.num_return_sequences) == (9, 2, 3)
+    ours = generation_config.read(tmp_path / "drawn")
+    wanted = dict(top_p=0.75, top_k=0, min_p=0.1, tokens_to_generate=9, min_tokens_to_generate=2, num_samples=3)
+    assert ours.settings == wanted and not ours.unknown and ours.ends
+    export.main([*words, str(tmp_path / "beams"), "--num-beams", "2", "--max-new-tokens", "5"])
+    wanted = dict(num_beams=2, length_penalty=0.5, tokens_to_generate=5)
+    assert generation_config.read(tmp_path / "beams").settings == wanted
+    with pytest.raises(SettingsError, match="--frequency-penalty: generation_config.json.* has no such key"):
+        export.main([*words, str(tmp_path / "no"), "--frequency-penalty", "0.5"])
+    assert not (tmp_path / "no").exists()
 
 
 # ---- all formats -----------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ MODELS = {
     "--seq-length 64",
     "experts": "--num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
 }
+LONG = "--seq-length 128 --hidden-size 64"  # with products large enough for parts of a sample
+MODELS |= {"long": f"{MODELS['gpt']} {LONG}", "longer": f"{MODELS['llama']} {LONG}"}
 MODELS["padded"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
 # 2 rows
 MODELS["capped"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.6 --num-experts 16 --seq-length 16"
@@ -60,13 +62,24 @@ CASES = """
     llama fp32 tp4sp-dp2-zero3 1
     llama bf16 tp8 1
     llama bf16 tp2sp-dp4-zero2 1
+    long fp32 cp2a2a 2
+    long bf16 cp4a2a 1
+    long bf16 pp2-cp2a2a-dp2-zero1-zbv 1
+    long fp32 tp2-cp2a2a-pp2-zbh1 1
+    longer fp32 cp4a2a-zero3 1
+    longer bf16 cp2a2a-dp2-zero2 1
+    longer bf16 tp2sp-cp4a2a 2
+    longer fp32 tp4sp-cp2a2a-zero1 1
 """.strip().splitlines()
 LAYOUTS = """one:8 dp2:4 dp4:2 dp8:1 dp2-zero1:2 dp4-zero2:1 dp4-zero3:1 pp2:2 pp4:1 pp2vp2:1 pp2-gpipe:4 pp2-zbh1:1
     pp2-zbv:2 pp2-vhalf:1 pp2-dp2-zero1-zbh1:1 pp2-dp2-zero3-zbv:2 pp4-dp2-zero2:1""".split()
 DIVIDED = "tp2:4 tp4:1 tp2sp:2 tp4sp:1 tp2-dp2-zero1:2 tp2sp-pp2-zbv:1 tp4sp-dp2-zero3:1 tp2-pp2-dp2-zero2:1".split()
 APART = """dp2-ep2:4 dp4-ep2:1 dp4-ep4-zero1:2 dp4-ep2-zero3:1 pp2-dp2-ep2:1 pp2-dp4-ep4-zero2-zbv:1
     pp2-dp2-ep2-zbh1:2""".split()
+SHARED = """cp2a2a:8 cp4a2a:1 cp2a2a-dp2-zero1:2 cp4a2a-dp2-zero3:1 tp2-cp2a2a:4 tp4sp-cp2a2a:1 tp2sp-cp4a2a-zero2:1
+    pp2-cp2a2a-dp2-zero3-zbv:1 tp2sp-pp2-cp2a2a-zbh1:2""".split()
 TWENTY = dict(gpt=LAYOUTS + DIVIDED, llama=LAYOUTS + DIVIDED, experts=LAYOUTS, apart=APART, padded=APART)
+TWENTY |= dict(long=SHARED, longer=SHARED)
 TWENTY["capped"] = [*APART, "dp8-ep8:1"]
 
 
@@ -113,11 +126,16 @@ def test_weights_of_twenty_steps_have_one_hash(model, place, form):
 
 
 @pytest.mark.full
-def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path):
+@pytest.mark.parametrize(
+    "model, layouts",
+    [("gpt", "pp2-zbv dp4-zero3 tp2-dp2-zero1"), ("long", "cp4a2a-zero1 tp2-cp2a2a pp2-dp2-zero3-zbv")],
+)
+def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path, model, layouts):
     """Six steps in three layouts, two of each, against six steps of one process; the process has micro-batches of eight."""
 
     def go_on(folder, layout, last, micro):
-        layout, flags = parse_layout(layout), f"{FLAGS} {MODELS['gpt']} --bf16 --device cpu --num-workers 0"
+        layout, flags = parse_layout(layout), f"{FLAGS} {MODELS[model]} --bf16 --device cpu --num-workers 0"
+        flags += f" --context-parallel-size {layout.cp}{' --cp-comm-type a2a' * (layout.cp > 1)}"
         flags += f" --tensor-model-parallel-size {layout.tp} --micro-batch-size {micro}"
         flags += f" --pipeline-model-parallel-size {layout.pp} --sharding-stage {layout.zero} --exit-interval {last}"
         flags += (
@@ -126,7 +144,7 @@ def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path):
         run_ranks(layout.world_size, lambda rank: pretrain_gpt.main(flags.split()))
 
     go_on(tmp_path / "one", "", 6, 8)
-    for layout, last in (("pp2-zbv", 2), ("dp4-zero3", 4), ("tp2-dp2-zero1", 6)):
+    for layout, last in zip(layouts.split(), (2, 4, 6), strict=True):
         go_on(tmp_path / "three", layout, last, 1)
     tensors = {}
     for name in ("one", "three"):
@@ -158,10 +176,13 @@ def test_rows_of_a_rank_have_as_many_zeros_as_if_it_were_alone(run_ranks):
 
 
 @pytest.mark.sampled(2)
-def test_the_mode_trains_the_same_model_as_without_it():
-    plain = f"{PLAIN} {MODELS['gpt']} --precision fp32 --micro-batch-size 4".split()
+@pytest.mark.parametrize(
+    "model, layout", [("gpt", ""), pytest.param("longer", "cp2a2a", marks=pytest.mark.sampled(10))]
+)
+def test_the_mode_trains_the_same_model_as_without_it(model, layout):
+    plain = f"{PLAIN} {MODELS[model]} --precision fp32 --micro-batch-size 4".split()
     expected = trace(laid_out(parse_pretrain(plain), parse_layout("")), pretrain_gpt.recipe(), 1, 3)
-    difference = compare(expected, one_process("gpt", "fp32"))
+    difference = compare(expected, run(model, "fp32", layout) if layout else one_process(model, "fp32"))
     assert difference.passes("fp32"), difference
 
 
@@ -170,7 +191,14 @@ def test_the_mode_trains_the_same_model_as_without_it():
     [
         ("--device auto", "--device auto"),
         ("--fp16 --optimizer muon", "--fp16 and --optimizer muon"),
-        ("--context-parallel-size 2", "--context-parallel-size 2"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 with keys and values in a ring"),
+        (
+            "--cp 2 --cp-comm-type allgather",
+            "--cp-comm-type allgather: weights would depend on the layout; say --cp-comm-",
+        ),
+        ("--cp 2 --cp-comm-type a2a", "--seq-length 16, no multiple of 64"),
+        ("--cp 2 --cp-comm-type a2a --seq-length 64", "attention.output.weight of 64 / 2 tokens, a product too small"),
+        ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "the weight mlp.router.weight"),
         ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),
         ("--tp 2 --qk-layernorm", "the weight attention.q_norm.weight"),
         ("--tp 2 --seq-length 12 --label-smoothing 0.1", "--label-smoothing 0.1; --seq-length 12, no multiple of 8"),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.mpu.cross_entropy import linear_cross_entropy, ordered_log_sum, ordered_logits, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.ordered_tokens import SampleSums
 from megatron.settings import kernel_sizes
 
 N, H, V, PADDED = 37, 16, 100, 128
@@ -51,7 +52,7 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing, ordered):
         mask=mask,
         chunk=chunk,
         label_smoothing=label_smoothing,
-        ordered=ordered,
+        ordered=SampleSums(Mesh().cp) if ordered else None,
     )
     torch.testing.assert_close(got, want)
     gradients = torch.autograd.grad(got * 0.25, (hidden, weight))
@@ -193,7 +194,7 @@ def test_the_product_for_the_weight_may_wait(monkeypatch, dtype, block):
 def test_losses_of_blocks_are_those_of_generation():
     """To the bit: with gradients, without, and from whole logits."""
     hidden, weight, labels, _ = problem()
-    more = dict(vocab_size=V, tp=Mesh().tp, ordered=True)
+    more = dict(vocab_size=V, tp=Mesh().tp, ordered=SampleSums(Mesh().cp))
     with torch.no_grad():
         logits = ordered_logits(hidden, weight, Mesh().tp)[:, :V]
         want = ordered_log_sum(logits, PADDED).squeeze(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)

@@ -98,7 +98,7 @@ def test_products_in_blocks_are_those_of_ranks(parts):
 
 def test_sums_over_tokens_are_exact_sums_rounded_once():
     rows = torch.randn(64, 24, generator=torch.Generator().manual_seed(5)).bfloat16()
-    total = TokenBlocks(Mesh().tp).total(rows)
+    total = TokenBlocks(Mesh().tp, Mesh().cp).total(rows)
     assert total.dtype == torch.bfloat16
     assert (total.double() - rows.double().sum(0)).abs().max() <= rows.double().sum(0).abs().max() * 2**-8
 

@@ -732,10 +732,10 @@ def test_two_chunks_of_a_rank_share_a_table(schedule, pp, chunks, ranks):
     """Where the first and the last stage are on one rank; on one stage there is nothing to share."""
     tied = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=16, untie_embeddings_and_output_weights=False), 1000))
     layout = Layout(pp=pp, chunks=chunks, schedule=schedule)
-    assert {rank for rank in range(pp) if traffic._shares_table(tied, layout, rank)} == ranks
+    assert {rank for rank in range(pp) if traffic.shares_table(tied, layout, rank)} == ranks
     whole = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=16), 1000))
-    assert not any(traffic._shares_table(whole, layout, rank) for rank in range(pp))
-    assert not traffic._shares_table(tied, Layout(), 0)
+    assert not any(traffic.shares_table(whole, layout, rank) for rank in range(pp))
+    assert not traffic.shares_table(tied, Layout(), 0)
 
 
 # ---- borders of a search ---------------------------------------------------------------------------------------------

@@ -430,7 +430,7 @@ def test_what_yaml_can_write(tmp_path):
     assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (2, 16, 32)
     assert (config.data.data_path, config.data.split) == (["a,b"], "949,50,1")
     assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2, config.optimizer.lr) == (0.9, 0.9, None)
-    assert config.logging.log_interval == 100 and config.batch.eval_interval == 1000
+    assert config.logging.log_interval == 1 and config.batch.eval_iters == 0  # as where nothing is said
     assert (config.profiling.profile_step_start, config.profiling.profile_step_end) == (1, 5)
     words = ["-o", "Profiler={enable: no}", "-o", "Optimizer.lr="]
     assert not parse_pretrain(["-c", str(tmp_path / "own.yaml"), *words]).profiling.profile

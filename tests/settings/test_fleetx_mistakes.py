@@ -70,7 +70,7 @@ def test_a_mapping_replaces_that_of_the_file(write, capsys):
     assert of("Compress.Quantization.skip_tensor_map={}").model.quantization_skip is None
     capsys.readouterr()
     made = of("Engine.mix_precision={'enable': True, 'dtype': 'float16', 'level': 'O1'}").precision
-    assert (made.precision, made.amp_level, made.initial_loss_scale) == ("fp16", "O1", 2.0**32)
+    assert (made.precision, made.amp_level, made.initial_loss_scale) == ("fp16", "O1", 32768)
     told = capsys.readouterr().err
     assert "-o Engine.mix_precision replaces the section, and leaves out what it says: scale_loss" in told
     made = of("Engine.mix_precision.scale_loss=2048", "Engine.mix_precision={'enable': True, 'dtype': 'bfloat16'}")

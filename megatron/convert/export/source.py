@@ -39,6 +39,7 @@ class Wanted:
     """An export as requested.
 
     dtype: of the weights; None: as trained. kind: of a program. tp: ranks that share the model. quantize: of linear layers
+    generation: settings that generation_config.json recommends
     """
 
     form: Form
@@ -47,6 +48,7 @@ class Wanted:
     tp: int = 1
     check: bool = True
     quantize: QuantizeOptions = PLAIN
+    generation: Optional[Mapping[str, Any]] = None
 
 
 class ExportSource:

@@ -76,6 +76,9 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     with new_folder(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
         files, tokenizer, agreed, more = write(source, folder, out, wanted)
+        if wanted.generation:
+            generation_config.recommend(folder, wanted.generation)
+            more = [*more, f"{generation_config.NAME} recommends {', '.join(wanted.generation)}"]
         record = dict(
             format=wanted.form,
             kind=wanted.kind,

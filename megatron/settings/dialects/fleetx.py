@@ -17,7 +17,9 @@ GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()  # tasks of Data.Tra
 # Model.module begins with -> the command that the file is for
 MODULES = dict(gptfinetune="task", gptgeneration="generate", gpteval="evaluate")
 # The commands of a section, if those are not training and fine-tuning.
-SECTION_OF = dict(Generation=["generate"], Offline_Eval=["evaluate"], Inference=["generate", "evaluate", "export"])
+SECTION_OF = dict(
+    Generation=["generate", "export"], Offline_Eval=["evaluate"], Inference=["generate", "evaluate", "export"]
+)
 
 # purpose -> keys whose last part is a flag here, by sections
 SAME = dict(
@@ -43,7 +45,9 @@ SAME = dict(
     evaluate="""
         Global: device
         Offline_Eval: eval_path overlapping_eval batch_size""",
-    export="",
+    export="""
+        Generation: top_k top_p temperature min_dec_len repetition_penalty num_beams length_penalty
+            num_beam_groups diversity_rate forced_bos_token_id forced_eos_token_id""",
 )
 SHAPE = [
     f"Model.{name}"
@@ -94,7 +98,9 @@ OTHERS = dict(
     export="""
         Engine.save_load.ckpt_dir                        --load
         Engine.save_load.output_dir                      --output
-        Distributed.mp_degree                            --tensor-model-parallel-size""",
+        Distributed.mp_degree                            --tensor-model-parallel-size
+        Generation.max_dec_len                           --tokens-to-generate
+        Generation.num_return_sequences                  --num-samples""",
 )
 # Values that ask for the default behaviour.
 DONE = """Engine.mix_precision.use_fp16_guard=false Model.name=gpt Model.use_memory_attn=false

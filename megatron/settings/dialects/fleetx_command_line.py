@@ -6,7 +6,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from megatron.settings.dialects.commands import PROMPT
-from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
+from megatron.settings.dialects.fleetx import DEFAULTS
 from megatron.settings.dialects.fleetx_files import COMMAND, SECTIONS, Entries, Layers, dropped, in_words, is_fleetx
 from megatron.settings.dialects.fleetx_keys import problem_text, translate_entries
 from megatron.settings.dialects.table import OtherSuite, Word
@@ -14,6 +14,14 @@ from megatron.settings.presets import VOCABULARY, cache_folder, cached
 from megatron.settings.statements import SaidBy, Statement
 
 CHECKPOINTS = "-o Engine.save_load.ckpt_dir=FOLDER"
+
+
+# A flag with a default -> settings that leave it out where the command line has them
+TOGETHER = {
+    "--train-iters": "train_samples train_epochs",
+    "--eval-iters": "eval_interval full_validation eval_epoch",
+    "--eval-interval": "eval_iters eval_epoch",
+}
 
 
 class FleetX(OtherSuite):
@@ -69,10 +77,12 @@ class FleetX(OtherSuite):
         reader.problems += [problem_text(one, why) for one, why in translated.problems]
 
     def fill(self) -> None:
-        """GPT-2's vocabulary and a prompt, which its programs have."""
+        """What its programs have where nothing is said: defaults of its engine, GPT-2's vocabulary, a prompt."""
         reader, said = self.reader, self.reader.given_names()
         if not self.given:
             return
+        if reader.purpose == "train" and any(key.startswith("Engine.") for key in self.given):
+            self._say_defaults()
         if reader.purpose == "train" and not said & ({*VOCABULARY, "tokenizer_type"} - {"vocab_size"}):
             if problem := chinese(self.given):
                 reader.problems.append(problem)
@@ -85,10 +95,20 @@ class FleetX(OtherSuite):
             )
             reader.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
 
-    def note_defaults(self) -> None:
-        if self.reader.purpose == "train" and any(key.startswith("Engine.") for key in self.given):
-            unsaid = [one for one in DEFAULTS if one.applies(self.given) and not self.reader.is_said(one.flag)]
-            self.reader.notes += [TABLES["train"].defaults_note(unsaid)] * bool(unsaid)
+    def _say_defaults(self) -> None:
+        """Defaults of its engine. Those of length and validation give way to words of the command line about these."""
+        reader, theirs = self.reader, {}
+        on_command = [one for one in reader.statements if one.source == SaidBy.COMMAND and not one.where]
+        said = {one.name for one in on_command}
+        for one in DEFAULTS:
+            about = TOGETHER.get(one.flag, "").split()
+            if one.applies(self.given) and not reader.is_said(one.flag) and not said & set(about):
+                theirs[one.flag] = one.word
+        if theirs:
+            named = ", ".join(f"{flag} {word}" for flag, word in theirs.items())
+            reader.notes.append(f"PaddleFleetX's defaults, where the file says nothing: {named}")
+        values = {reader.spellings[flag].setting.name: reader.spellings[flag].value([theirs[flag]]) for flag in theirs}
+        reader.say(values, SaidBy.PRESET, "PaddleFleetX's default")
 
     def why_missing(self, name: str) -> list[str]:
         for_training = name == "task" and self.given

@@ -55,6 +55,7 @@ def translate_entries(entries: Entries, purpose: str = "train", compared: bool =
     for key, one in out.emptied.items():
         if one.where and not owners_of(key) and re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key) not in PARTS:
             out.problems.append((one, f"is no known key{did_you_mean(key, KNOWN, 0.8)}"))
+            out.unknown.add(key)
     if another:  # report nothing else about a file for another command
         out.notes, out.problems = [], another
     return out
@@ -70,6 +71,7 @@ def _single(out: Translated, key: str) -> None:
     """Translate a key on its own, or note that this command does not use it."""
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
+        out.unknown.add(key)
         return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
     if out.compared and key in SHAPE:
         table = TABLES["train"]
@@ -419,6 +421,7 @@ def _exported(out: Translated) -> None:
     if "Inference.mp_degree" in out.given:
         out.say("--tensor-model-parallel-size", None, "Inference.mp_degree")
         out.note("Inference.mp_degree says it", "Distributed.mp_degree")
+    out.note("a program for generation has a cache", "Generation.use_cache")
     out.note("the exported model is used from there: tools.generate -c FILE", "Inference.model_dir")
     for key in ("Inference.dp_degree", "Distributed.dp_degree", "Distributed.pp_degree"):
         if out.word(key) != "1":
@@ -438,6 +441,8 @@ def _strategy(out: Translated) -> None:
     if how != "beam_search":
         if how == "greedy_search":
             out.say("--greedy", ["true"], strategy)
+        elif out.purpose == "export" and strategy in out.given:  # who reads the export may take another default
+            out.say("--greedy", ["false"], strategy)
         neutral = {beams: ("1",), groups[0]: ("1",), groups[1]: ("0", "0.0")}
         out.take(*[key for key, words in neutral.items() if out.word(key) in words])
         return out.note(f"{strategy} is {how}", beams, penalty, *groups)
@@ -470,5 +475,9 @@ def _clipping(out: Translated) -> None:
 
 TRAINED = (_clipping, _lengths, _precision, _recompute, _sharding, _profiler, _rates, _data)
 JOINTS = dict(
-    train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline), export=(_exported,)
+    train=TRAINED,
+    task=TRAINED,
+    generate=(_weights, _strategy),
+    evaluate=(_weights, _offline),
+    export=(_exported, _strategy),
 )

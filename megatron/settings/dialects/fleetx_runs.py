@@ -63,8 +63,10 @@ def translate_file(entries: Entries, known: Mapping[str, Spelling]) -> Translati
         spelling = known.get(flag)
         text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
         add(one, [(flag, [",".join(words)] if text else words)], TABLES["train"], known, out)
-    out.idle, out.lost = out.idle + [(one, why) for why, one in translated.notes], out.lost + translated.problems
-    reported = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
+    out.idle += [(one, why) for why, one in translated.notes]
+    for one, why in translated.problems:
+        (out.unknown if one.key in translated.unknown else out.lost).append((one, why))
+    reported = {one.key for one, _ in out.idle + out.lost + out.unknown} | {line.source.key for line in out.lines}
     for key, one in translated.given.items():
         part = translated.parts.get(key)
         out.idle += [(one, f"a part of {part}" if part else ANYWAY)] * (key not in reported)
@@ -78,12 +80,14 @@ def translate_file(entries: Entries, known: Mapping[str, Spelling]) -> Translati
 def of_command(command: Command, script: Script) -> TranslatedRun | WithoutFile:
     """tools/train.py, or tools/auto.py, which searches a layout. Its last -c counts, alone, and has to exist."""
     named = {flag: [one for one in command.sources if FLAGS.get(one.key, "") == flag] for flag in ("-c", "-o", "")}
-    lost = [(one, HELD_BY_SHELL if one.key[0] == "$" else "no word of PaddleFleetX's tools") for one in named[""]]
+    lost = [(one, HELD_BY_SHELL) for one in named[""] if one.key[0] == "$"]
     path = script.file(named["-c"][-1], named["-c"][-1].value, lost, command.notes) if named["-c"] else None
     if path is None and named["-c"] and not VARIABLE.search(named["-c"][-1].value):
         return WithoutFile(f"# {named['-c'][-1].where}: not translated: -c {named['-c'][-1].value}: no such file")
     run = of_file(path, script, [word for one in named["-o"] for word in one.words])
     run.found.lost += lost
+    others = [one for one in named[""] if one.key[0] != "$"]
+    run.found.unknown += [(one, "no word of PaddleFleetX's tools, which take -c and -o") for one in others]
     run.found.idle += [
         (one, overruled(one.words == named["-c"][-1].words, named["-c"][-1])) for one in named["-c"][:-1]
     ]

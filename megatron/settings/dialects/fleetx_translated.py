@@ -26,6 +26,7 @@ class Translated:
     notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
     usual: set[str] = field(default_factory=set)  # sentences of notes that are of no consequence: no result changes
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)  # keys among the problems that PaddleFleetX does not have
     taken: set[str] = field(default_factory=set)
     parts: dict[str, str] = field(default_factory=dict)  # key -> the flag to whose value it contributes with others
     emptied: Entries = field(default_factory=dict)  # keys and sections that are null

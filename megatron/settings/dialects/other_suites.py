@@ -145,7 +145,8 @@ class ColossalAI(OtherSuite):
         started = "ranks are numbered by torchrun or srun, or by --rank and --world-size of the command line"
         for source, sentence in [*translation.idle, *((one.source, started) for one in translation.kept)]:
             reader.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
-        reader.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in translation.lost]
+        wrong = (*translation.lost, *translation.unknown)
+        reader.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in wrong]
         return True
 
     def fill(self) -> None:

@@ -114,7 +114,7 @@ class RecipeRuns:
                 if equals:
                     said.append(source._replace(key=flag.lstrip("+")))
                 elif word not in ("llm", "pretrain"):
-                    found.lost.append((source, f"no word of {self.keys.title} that is known"))
+                    found.unknown.append((source, f"no word of {self.keys.title} that is known"))
                 continue
             known = flag in (self.flag, "--model", "-f") or flag in self.table.words
             value = value if equals else next(words, "") if known and self.table.words.get(flag, "value") else ""
@@ -127,7 +127,7 @@ class RecipeRuns:
             elif known:
                 found.idle.append((source, "it asks how the program itself behaves"))
             else:
-                found.lost.append((source, f"no flag of {self.keys.title}'s command that is known"))
+                found.unknown.append((source, f"no flag of {self.keys.title}'s command that is known"))
         if name is None:
             raise UsageError(f"{command.where}: {command.program}: no recipe is named", do=f"{self.flag} NAME")
         launched = bool(command.launcher)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How another suite's command starts a run, and how this suite starts the same one."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
+from megatron.settings.declare import dashed
+from megatron.settings.dialects.launchers import LAUNCHERS, MACHINES, UNREAD, meeting
 from megatron.settings.dialects.shell import (
     CLOSES,
     LOOPS,
@@ -21,8 +23,11 @@ from megatron.settings.dialects.shell import (
 from megatron.settings.dialects.table import VARIABLE, TheirSetting, sentence, unread
 from megatron.settings.dialects.translate import Translation, spellings, translate
 from megatron.settings.files import read_tree
+from megatron.settings.rules import LAYOUT, REPLICAS
 from megatron.settings.spelling import Spelling
 
+# The programs here whose ranks share a model
+SHARING = ("pretrain_gpt.py", "finetune.py", "-m megatron.tools.generate", "-m megatron.tools.evaluate")
 PYTHON = re.compile(r"(.*/)?python[\d.]*")
 PYTHON_VARIABLE = re.compile(r'"?\$\{?\w*PY\w*\}?"?', re.IGNORECASE)
 
@@ -129,6 +134,37 @@ def started_by(found: Translation) -> tuple[list[str], list[str]]:
     count = [] if "--nproc-per-node" in words else ["--nproc-per-node", "gpu"]
     found.start = []
     return [*variables, "torchrun", *count, *words], notes + told
+
+
+def ranks_note(run: TranslatedRun) -> list[str]:
+    """A note on a command that starts another number of ranks than its layout is for; none where a number is not known."""
+    values = {line.says.name: line.says.value for line in run.found.lines if line.says}
+    sizes = {name: values.get(name) or 1 for name in (*LAYOUT, *REPLICAS, "data_parallel_size")}
+    words = [one.replace("_", "-") if one[:2] == "--" else one for word in run.start for one in word.split("=", 1)]
+    count = lambda flag: words[words.index(flag) + 1] if flag in words[:-1] else "1"
+    started = [count(flag) for flag in ("--nproc-per-node", "--nnodes")]
+    if (
+        run.program not in SHARING
+        or not all(isinstance(size, int) for size in sizes.values())
+        or "world_size" in values
+    ):
+        return []
+    if not all(map(str.isdecimal, started)):
+        return []
+    each, here = int(started[0]), math.prod(map(int, started))
+    model = math.prod(sizes[name] for name in LAYOUT)
+    replicas = values.get("data_parallel_size") or sizes["dp_degree"] * sizes["sharding_degree"]
+    needed, exact = model * replicas, bool({"data_parallel_size", "dp_degree"} & set(values))
+    if here == needed or not exact and here % needed == 0:
+        return []
+    named = " x ".join(f"{dashed(name)} {size}" for name, size in sizes.items() if size > 1) or "a size of 1 each"
+    ranks = f"{needed}{'' if exact else ' or a multiple'}"
+    how = f"--nproc-per-node {needed}"
+    if here > 1 and needed % each == 0:
+        how = f"--nnodes {needed // each}: {MACHINES}"
+    elif run.start == ["python"]:
+        how = f"torchrun --nproc-per-node {needed} instead of python, or --nnodes N and fewer on each of N machines"
+    return [f"{here} rank{'s start' if here > 1 else ' starts'} here, and this layout needs {ranks} ({named}): {how}"]
 
 
 def place_of_python(words: list[str]) -> int:

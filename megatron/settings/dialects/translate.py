@@ -42,12 +42,14 @@ class Translation:
     """The result of a translation.
 
     lines: flags of this suite. idle, lost: (source, sentence) of sources without an effect, and without an equivalent.
+    unknown: those that are no settings of the other suite, which may be misspelled
     start: flags for torchrun, and NAME=value for its environment. kept: words that are passed on unchanged.
     """
 
     lines: list[FlagLine] = field(default_factory=list)
     idle: list[tuple[TheirSetting, str]] = field(default_factory=list)
     lost: list[tuple[TheirSetting, str]] = field(default_factory=list)
+    unknown: list[tuple[TheirSetting, str]] = field(default_factory=list)
     start: list[FlagLine] = field(default_factory=list)
     kept: list[FlagLine] = field(default_factory=list)
 
@@ -74,7 +76,11 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
 
 def add_defaults(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
     """Add lines for the other suite's defaults. A setting with a value that is refused gets no default."""
-    wrong = (flag for one, _ in out.lost for flag in (*dialect.flags_of_key(one.key), dashed(one.key.lstrip("-"))))
+    wrong = (
+        flag
+        for one, _ in (*out.lost, *out.unknown)
+        for flag in (*dialect.flags_of_key(one.key), dashed(one.key.lstrip("-")))
+    )
     said = {_name(line, known) for line in out.lines} | {known[flag].setting.name for flag in wrong if flag in known}
     for default in dialect.defaults:
         if default.applies(given) and _name(default, known) not in said:
@@ -136,8 +142,11 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     elif here := next((text for keys, text in dialect.nearby.items() if source.key.lstrip("-") in keys.split()), ""):
         out.lost.append((source, here))
     else:
-        near = did_you_mean(source.key, dialect.keys(), 0.8)
-        out.lost.append((source, f"no key that is known of {dialect.title}{near}"))
+        nearest = (
+            did_you_mean(key, [*dialect.keys(), *dialect.computed], 0.8) for key in (source.key, source.key.lstrip("-"))
+        )
+        near = next(filter(None, nearest), "")
+        out.unknown.append((source, f"no key that is known of {dialect.title}{near}"))
 
 
 def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
@@ -148,7 +157,7 @@ def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str
         target = out.lost if known_answer.refused else out.idle
         target.append((source, known_answer.sentence or "it asks for nothing"))
     else:
-        out.lost.append((source, f"no flag that is known{did_you_mean(flag, known, 0.8)}"))
+        out.unknown.append((source, f"no flag that is known{did_you_mean(flag, known, 0.8)}"))
 
 
 def add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
