@@ -27,6 +27,7 @@ from megatron.convert.hf_tokenizer import ExportedTokenizer
 from megatron.convert.merged import for_export
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, MissingPackage, SettingsError
+from megatron.inference import generation_config
 from megatron.inference.agreement import Agreement
 from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
