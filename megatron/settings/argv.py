@@ -57,7 +57,7 @@ def split(argv: list[str], flags: Collection[str]) -> CommandLine:
 
 
 def _without_command(argv: list[str], line: CommandLine) -> list[str]:
-    """The words without a command in front of its flags, which is a problem: `-- python pretrain_gpt.py --bf16`."""
+    """The words without a command in front of its flags, which is a problem: `-- python SCRIPT.py --bf16`."""
     if "--" not in argv:
         return argv
     at = argv.index("--")
