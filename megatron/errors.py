@@ -273,6 +273,7 @@ def _print_uncaught(kind, error, trace) -> None:
     failure = explain(error) if isinstance(error, ModuleNotFoundError) else None
     if failure and own and Path(own[0].filename).is_relative_to(Path(__file__).parent):
         sys.stderr.write(f"error: {failure}\n")
+        sys.exit(failure.code)  # the code is otherwise 1
     else:
         sys.__excepthook__(kind, error, trace)
 

@@ -347,11 +347,6 @@ CHECKPOINTS = [  # exit code 5
     ("pretrain_gpt", f"{MOCK} --load ck-megatron", "is in Megatron-LM's own format|checkpoint from-megatron"),
     ("pretrain_gpt", f"{MOCK} --load ck-dcp", "is in torch's distributed format|checkpoint from-megatron"),
     ("checkpoint", "verify corpus.jsonl", "corpus.jsonl holds no checkpoint|it is a file, and no folder"),
-    (
-        "checkpoint",
-        "from-hf ck-pickled out/x",
-        "pickled weights|from transformers import|f = 'ck-pickled'; M.from_pretr",
-    ),
     ("pretrain_gpt", f"{MOCK} --load ck-hf", "is a model of Hugging Face transformers|checkpoint from-hf ck-hf OUT"),
     (
         "pretrain_gpt",
@@ -516,8 +511,6 @@ def make_checkpoints(folder):
         ("ck-hf", "config.json"),
         ("ck-hf-weights", "config.json"),
         ("ck-hf-weights", "model.safetensors"),
-        ("ck-pickled", "pytorch_model.bin"),
-        ("ck-pickled", "config.json"),
     ):
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -599,8 +592,12 @@ def test_names_of_layers_in_other_libraries(tmp_path):
     with pytest.raises(SettingsError) as error:
         pretrain_gpt.main([*flags.split(), "q_proj", "down_proj"])
     said = str(error.value)
-    assert "'q_proj' is no linear layer of this model; here it is attention.qkv, which --lora-split-fused gives" in said
-    assert "'down_proj' is no linear layer of this model; here it is mlp.down" in said
+    assert (
+        "'q_proj', 'down_proj' are no linear layers of this model; here it is attention.qkv, which --lora-split" in said
+    )
+    assert "; here it is mlp.down; each block has" in said and said.endswith(
+        "attention.qkv,mlp.down --lora-split-fused"
+    )
     pretrain_gpt.main([*flags.split(), "attention.qkv", "mlp.down"])
     linears = [
         with_adapters(parse_pretrain([*flags.split()[:-1], *target])).model.linear

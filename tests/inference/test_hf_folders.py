@@ -359,6 +359,13 @@ def test_generate_downloads_a_name_of_the_hub(monkeypatch):
         generate.main(["--load", "hf://Org/Nope", "--prompt", "a"])
 
 
+def test_pickled_weights_are_refused_with_a_command_that_saves_them_again(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(Failure) as refused:
+        hf_files.TensorFiles(tmp_path)
+    assert f"f = '{tmp_path}'; M.from_pretrained(f).save_pretrained(f)" in str(refused.value)
+
+
 def test_parameters_are_counted_as_transformers_counts_them(tmp_path, capsys):
     """Counters of a router are none: of an import, and of its checkpoint."""
     config = transformers.AutoConfig.for_model("mixtral", **COMMON | CASES["mixtral"])
