@@ -353,6 +353,17 @@ CHECKPOINTS = [  # exit code 5
         f"{MOCK} --save ck --train-iters 3",
         "--save ck holds checkpoints of another run, up to iteration 4",
     ),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --load ck --save ck --finetune",
+        "--save ck holds checkpoints, up to iteration 4, and --fine",
+    ),
+    ("pretrain_gpt", f"{MOCK} --pretrained-checkpoint nope", "--pretrained-checkpoint nope holds no checkpoint"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --pretrained-checkpoint ck-hf",
+        "is a model of Hugging Face transformers|from-hf ck-hf OUT",
+    ),
     ("evaluate", "--load nope --data-path tokens", "nope holds no checkpoint"),
     ("generate", "--load nope --prompt hello", "nope holds no checkpoint"),
     ("checkpoint", "inspect nope", "nope holds no checkpoint"),

@@ -26,6 +26,7 @@ from megatron.checkpoint.all_ranks import AllGatherObject, alone, on_all_ranks
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.index import ShardFile, differing_blocks
+from megatron.checkpoint.missing import no_checkpoint
 from megatron.checkpoint.parity import entries_of, repair, write_range
 from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import (
@@ -40,10 +41,9 @@ from megatron.checkpoint.store import (
     single_part,
     write_shard,
 )
-from megatron.errors import CheckpointError, Failure, StorageError, no_folder
+from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
 from megatron.settings.rank_env import print_notes, print_warnings
-from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.figures import size as sized
@@ -151,20 +151,9 @@ def choose(
             )
         return Choice((paths[step],))
     if not paths:
-        if problem := megatron_format_problem(folder):
-            raise CheckpointError(problem)
-        if allow_empty() if callable(allow_empty) else allow_empty:
+        if not megatron_format_problem(folder) and (allow_empty() if callable(allow_empty) else allow_empty):
             return Choice(())
-        if (folder / "config.json").exists():
-            raise CheckpointError(
-                f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
-                do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
-            )
-        why = no_folder(folder)
-        do = why and hub.hint(folder, "python -m megatron.tools.checkpoint from-hf hf://{} OUT")
-        raise CheckpointError(
-            f"{folder} holds no checkpoint", why, do or ("check the path" if allow_empty is None else NEW_RUN)
-        )
+        raise no_checkpoint(folder) if allow_empty is None else no_checkpoint(folder, NEW_RUN)
     named, notices = read_tracker(folder), []
     order = sorted(paths, reverse=True)
     if named in paths:

@@ -2,8 +2,9 @@
 """Run a tool on several ranks: they join, work and leave together, and do not wait for a rank that is lost."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
+from megatron.checkpoint.missing import refuse_no_model
 from megatron.errors import SettingsError
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
@@ -23,8 +24,13 @@ def check_shares(tp: int, pp: int) -> None:
         )
 
 
-def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any]) -> None:
-    """Do work(context) on the ranks of this job (`mpu.initialize.RankContext`). Imports torch."""
+def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any], *models: Optional[str]) -> None:
+    """Do work(context) on the ranks of this job (`mpu.initialize.RankContext`). Imports torch.
+
+    models: folders of checkpoints; one that has none is told even where the device is missing, too
+    """
+    for folder in filter(None, models):
+        refuse_no_model(folder)
     choose_waiting()  # before torch is loaded
     from megatron.guard.endings import guarded
     from megatron.mpu import parallel_state

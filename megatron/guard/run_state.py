@@ -19,7 +19,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.errors import Failure, Interrupted, Preempted
+from megatron.errors import Failure, Interrupted
 from megatron.guard import processes
 from megatron.guard.beat_files import Beat, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
@@ -27,7 +27,7 @@ from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Checkpoint, Config, from_record
 from megatron.storage.processes import exists
 from megatron.storage.urls import UrlPath, location
-from megatron.telemetry.events import count_restarts, read_events, slow_now
+from megatron.telemetry.events import QUIET, count_restarts, read_events, slow_now
 from megatron.telemetry.figures import WIDE, shortened
 from megatron.telemetry.history import History, read_end
 from megatron.telemetry.run_folder import (
@@ -126,12 +126,13 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
     history, events = (read_end(metrics), read_events(metrics)) if metrics else (History(), [])
     if metrics is None or not history.last and newest_checkpoint(str(folder)) is not None:
         return look_at_checkpoint(folder, now)
-    launch, steps, last = history.run, history.steps, history.last
-    if not steps.rows and last.get("kind") == "end":  # nothing was left to train
-        steps = read_end(metrics, before=1).steps
+    launch, trained, last = history.run, history, history.last
+    if not trained.steps.rows and last.get("kind") == "end":  # nothing was left to train
+        trained = read_end(metrics, before=1)
+    steps = trained.steps
     config = from_record(launch["config"]) if "config" in launch else None
     timed = np.flatnonzero(np.nan_to_num(steps["seconds"]))[-50:]
-    seconds, losses = steps["seconds"][timed].tolist(), steps.known("lm loss")
+    seconds, losses = steps["seconds"][timed].tolist(), steps.known(trained.loss)
     iteration = int(last.get("iteration", 0))
     total = config and _total(config, launch.get("mesh") or {}, steps[int(timed[-1])] if len(timed) else {})
     state, why, age = alive(metrics, history, statistics.median(seconds or [0.0]), now)
@@ -179,7 +180,7 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
 
 
 def _failed(code: Optional[int]) -> bool:
-    return code not in (None, 0, Preempted.code, Interrupted.code)
+    return code not in (None, *QUIET)
 
 
 def _urgent(events: list[dict]) -> list[dict]:

@@ -48,7 +48,6 @@ class Agreement(NamedTuple):
     difference: of the client from our model with the weights of the files
     rounding:   of that model from the checkpoint's, whose weights were rounded `to` the files' format
     total:      of the client from the checkpoint's model
-    mean:       of that, on average; the others are the largest of all, each at a place of its own, and do not add up
     """
 
     client: str
@@ -59,7 +58,6 @@ class Agreement(NamedTuple):
     rounding: float = 0.0
     total: float = 0.0
     to: str = ""
-    mean: float = 0.0
 
     @property
     def allowed(self) -> float:
@@ -72,14 +70,13 @@ class Agreement(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        said = f"{self.what} of {self.client} differ by at most"
-        limit, of = f"(allowed: {self.allowed:.2e})", f"of {self.largest:.3g}"
-        if not self.rounded:
-            return f"{said} {self.total:.2e} {of} from the checkpoint's {limit}"
+        parts = (
+            f"; the largest change by rounding to {self.to} is {self.rounding:.2e}, the largest by {self.client} itself "
+            f"{self.difference:.2e}"
+        )
         return (
-            f"{said} {self.difference:.2e} {of} from this suite's with the same weights {limit}; the weights' "
-            f"format, {self.to}, moves them from the checkpoint's by {self.mean:.2e} on average, by "
-            f"{self.total:.2e} at most"
+            f"{self.what} of {self.client} differ by at most {self.total:.2e} of {self.largest:.3g} from the checkpoint's"
+            f"{parts if self.rounded else ''} (allowed: {self.allowed:.2e})"
         )
 
 
@@ -111,8 +108,7 @@ def agreement(
     if plain is not None:
         share += TIES[dtype] * _largest(plain, ours) / largest
         why += f"; and {TIES[dtype]:g} of what rounding inputs changes, since one may fall to either side"
-    mean = (checkpoint.double() - theirs.double()).abs().mean().item() if math.isfinite(total) else math.nan
-    found = Agreement(client, difference, largest, share, what, rounding, total, to or dtype, mean)
+    found = Agreement(client, difference, largest, share, what, rounding, total, to or dtype)
     if not difference <= found.allowed < math.inf:  # of infinite outputs any other is within a share
         shapes = "" if ours.shape == theirs.shape else f"; shapes: {list(ours.shape)} and {list(theirs.shape)}"
         raise CheckpointError(

@@ -113,7 +113,7 @@ def _searched(
     started = time.perf_counter()
     searched = search(job, cluster, space)
     count = job.facts.parameters
-    remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
+    remarks = [words for words in (remark, _long(config)) if words] + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
     if searched.plans:
@@ -122,6 +122,18 @@ def _searched(
     return SearchResult(
         config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held)
     )
+
+
+LONG = 8192  # tokens of a sample, up to which models are usually pretrained, whatever their context
+
+
+def _long(config: schema.Config) -> str:
+    """A note on samples as long as the context of a named shape, whose length no flag has set; "" for others."""
+    model = config.model
+    if config.given("seq_length") or not model.published_shape or model.seq_length <= LONG:
+        return ""
+    context = f"sequence {model.seq_length} is the context of {model.published_shape}"
+    return f"{context}; --seq-length {LONG} is a usual length of samples in pretraining, and much faster"
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chart of the best plans: the memory of a device and the time of a step, by kind."""
 
+import textwrap
 from collections.abc import Sequence
 
 from megatron.errors import SettingsError, StorageError
@@ -12,6 +13,7 @@ from megatron.telemetry.drawing import INK, SOFT, new_figure, plain, svg_of
 
 SMALL = 0.02  # kinds that never exceed this fraction of the longest bar are drawn as one: "other"
 BAR, WIDTH = 0.42, 8.0  # inches: height of a bar, width of the picture
+TITLE = 95  # characters of a line of the title
 
 # Each colour is one kind of memory or time: blues are state, greens activations, violets buffers, browns fixed
 # costs; time is red to yellow. Each is readable on light and on dark backgrounds.
@@ -45,13 +47,16 @@ COLOURS = {
 }
 
 
-def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
+def draw(plans: Sequence[Plan], cluster: Cluster, path: str, why: str = "") -> None:
     """Draw a chart of the plans, in the format of the file's extension (.svg, .png, .pdf).
+
+    why: the reason for the first one, if it is not the fastest
 
     Above, the memory of each plan's fullest rank by kind, with the device's memory; below, a step's seconds.
     Raises SettingsError without matplotlib or for an unknown format, StorageError if writing fails.
     """
-    figure = new_figure(WIDTH, 3.2 + 2 * BAR * (len(plans) + 1), "--picture")
+    lines = textwrap.wrap(f"1 is {why}", TITLE) if why else []
+    figure = new_figure(WIDTH, 3.2 + 2 * BAR * (len(plans) + 1) + 0.2 * len(lines), "--picture")
     halves = figure.subfigures(2, 1)
     memory, time = (half.subplots() for half in halves)
     names = [
@@ -64,7 +69,8 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
     memory.set_xlabel(f"GB on the fullest rank; dashed: {cluster.device.name}, {cluster.device.memory_gb:.1f} GB")
     _bars(halves[1], time, [plan.step.parts for plan in plans], names)
     time.set_xlabel(f"seconds of a step {speeds_note(cluster)}")
-    figure.suptitle(f"{cluster.world_size} ranks, global batch {plans[0].job.global_batch}", color=INK)
+    head = f"{cluster.world_size} ranks, global batch {plans[0].job.global_batch}"
+    figure.suptitle("\n".join([head, *lines]), color=INK, **(dict(fontsize="medium") if lines else {}))
     try:
         if path.endswith(".svg"):
             with open(path, "w", encoding="utf-8") as file:

@@ -331,36 +331,46 @@ class SettingsReader:
         return plan
 
     def read_checkpoint(self, groups: Mapping[str, type], starts_from: tuple[str, ...] = ()) -> None:
-        """Read the checkpoint for `--use-checkpoint-args`, or `--finetune` without a shape: it fills what is not given.
+        """Read the checkpoint for `--use-checkpoint-args`, or without a shape for `--finetune` and
+        `--pretrained-checkpoint`: it fills what is not given.
 
         starts_from: other model types that --finetune begins with
         """
         chosen = self.chosen()
         values = {name: one.value for name, one in chosen.items()}
         lacks_shape = not SIZES <= set(chosen)
-        asked = values.get("use_checkpoint_args")
-        if asked and lacks_shape and "load" not in values:
+        asked, start = values.get("use_checkpoint_args"), values.get("pretrained_checkpoint")
+        if asked and lacks_shape and not {"load", "pretrained_checkpoint"} & set(values):
             self.problems.append("--use-checkpoint-args needs --load: there is no checkpoint to take them from")
-        if not self.trains or "load" not in values or not (asked or lacks_shape):
+        if not self.trains:
+            return
+        folder, step = values.get("load"), values.get("ckpt_step")
+        if start is not None and self._begins_with(str(start), values):
+            folder, step, values["finetune"] = start, None, True
+        if folder is None or not (asked or lacks_shape):
             return
         # Imported here: it needs packages that may be missing, which `run_main` reports.
         from megatron.settings.from_checkpoint import (
             Damaged,
             megatron_format_problem,
+            pretrained_record,
             saved_record,
             settings_of_shape,
             shape_of,
         )
 
-        if not (asked or values.get("finetune")):
-            if problem := megatron_format_problem(location(str(values["load"]))):
+        if not (asked or start is not None or values.get("finetune")):
+            if problem := megatron_format_problem(location(str(folder))):
                 self.problems.append(f"{chosen['load'].words}: {problem}, then --load OUT --finetune")
             return
 
+        if lacks_shape and folder == start:
+            pretrained_record(start, values.get("save"))
         by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
-        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else "--finetune"
+        source = "--pretrained-checkpoint" if start is not None else "--finetune"
+        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else source
         try:
-            where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
+            where, record = saved_record(str(folder), step)
         except (Damaged, OSError) as error:
             if lacks_shape:  # otherwise the run has not saved yet, and loading reports what is wrong
                 self.problems.append(f"{origin}: no shape of a model can be taken from --load: {error}")
@@ -380,6 +390,16 @@ class SettingsReader:
         rank = shape.get("lora_rank")
         adapters = f", its adapters (--lora-rank {rank}), which this run continues to train" if rank else ""
         self.notes.append(f"the shape of the model{adapters}, and its tokenizer, are those of {where} ({origin})")
+
+    def _begins_with(self, start: str, values: Mapping[str, Any]) -> bool:
+        """Whether a run begins with `--pretrained-checkpoint`, as --load has nothing to resume from; says so then."""
+        from megatron.settings.from_checkpoint import checkpoint_record
+
+        if checkpoint_record(values.get("load"), values.get("ckpt_step")) is not None:
+            return False
+        begun = dict(finetune=True) | ({} if "load" in values else dict(load=start))
+        self.say(begun, SaidBy.PRESET, "--pretrained-checkpoint")
+        return True
 
     def print_notes(self) -> None:
         """Print the notes, once per job."""

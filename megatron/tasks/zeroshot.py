@@ -256,7 +256,7 @@ def told_of_answers(right) -> tuple[str, dict]:
     """(line, figures) of the accuracy over passages."""
     correct, examples = int(right.sum()), len(right)
     accuracy = correct / examples
-    line = f"number correct: {correct:.4E} | total examples: {examples:.4E} | avg accuracy: {accuracy:.4E}"
+    line = f"number correct: {correct} | total examples: {examples} | avg accuracy: {accuracy:.4E}"
     return line, dict(correct=correct, examples=examples, accuracy=accuracy)
 
 

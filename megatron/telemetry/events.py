@@ -11,8 +11,8 @@ Every event starts with the same fields. The fields of its kind follow (`KINDS`)
      "source": "run", "message": "loss 5 is ...", "what": "loss", "value": 5.0, ...}
 
 `time` is in Unix seconds, `iteration` the number of finished steps (null: not known, for example before the start), `rank`
-the rank that the event is about (null: all), `source` the writer: "run" (its first rank) or "supervisor". The file only
-grows, and both append whole lines to it. The reader skips a line that a crash has torn.
+the rank that the event is about (null: all), `source` the writer: "run" (its first rank), "launcher" or "supervisor". The
+file only grows, and all append whole lines to it. The reader skips a line that a crash has torn.
 """
 
 import json
@@ -27,6 +27,7 @@ from megatron.errors import Interrupted, Preempted
 from megatron.telemetry.run_folder import find_events
 from megatron.telemetry.run_record import as_json
 
+QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as requested
 LEVELS = ("info", "warning", "error")  # in ascending order of urgency
 COMMON = ("time", "event", "level", "iteration", "rank", "host", "source", "message")  # fields of every event
 
@@ -458,5 +459,5 @@ def count_restarts(events: Iterable[dict]) -> int:
             restarts += failed and not announced
             failed, announced = True, False  # until its end says otherwise
         elif event["event"] == "end":
-            failed = event.get("code") not in (0, Preempted.code, Interrupted.code)
+            failed = event.get("code") not in QUIET
     return restarts

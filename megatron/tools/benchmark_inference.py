@@ -124,7 +124,8 @@ def main(argv: list[str]) -> None:
             distributed_timeout_minutes=settings.distributed_timeout_minutes,
         )
         config = None if loads else config_of(groups["model"], groups["tokenizer"], settings, given)
-        on_ranks(parallel, settings.device, lambda context: run(settings, config, context, quantize))
+        work = lambda context: run(settings, config, context, quantize)
+        on_ranks(parallel, settings.device, work, settings.load if loads else None)
 
 
 def check(settings: BenchmarkOptions, given: Mapping[str, Statement]) -> None:

@@ -17,7 +17,7 @@ its arrays without padding; with --text, masks and sentinels are shown in the wo
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Optional
 
@@ -25,6 +25,7 @@ from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import tokenizer_of_checkpoint
+from megatron.settings.groups.tokenizer import idle_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, TokenizerSettings, setting
 from megatron.settings.statements import given_values
@@ -165,8 +166,11 @@ def _tokenizer(settings: TokenizerSettings, needed: str):
                 do="--load CHECKPOINTS, --tokenizer-type with --vocab-file and --merge-file, or --tokenizer-model",
             )
         return None
-    from megatron.tokenizer import build_tokenizer
+    from megatron.tokenizer import build_tokenizer, tokenizer_type
 
+    given = {name: value for name, value in vars(settings).items() if value}
+    for words in idle_words(replace(settings, tokenizer_type=tokenizer_type(settings)), given):
+        _log(f"note: {words}")
     return build_tokenizer(settings)
 
 

@@ -93,7 +93,8 @@ def main(argv: list[str], serves_training: bool = False) -> None:
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         parallel = Parallel(**sizes, batch_invariant_mode=settings.batch_invariant_mode)
-        on_ranks(parallel, settings.device, lambda context: evaluate(settings, quantize, given, context))
+        work = lambda context: evaluate(settings, quantize, given, context)
+        on_ranks(parallel, settings.device, work, settings.load)
 
 
 def evaluate(settings: EvaluateOptions, quantize: QuantizeOptions, given: Mapping[str, Statement], context) -> None:

@@ -207,7 +207,7 @@ def main(argv: list[str]) -> None:
             texts = broadcast_object(prompts, context.mesh.world)
             write(settings, groups["quantize"], sampling, search, given, texts, context)
 
-        on_ranks(parallel, settings.device, work)
+        on_ranks(parallel, settings.device, work, settings.load)
 
 
 class RecommendedSettings(NamedTuple):
@@ -384,7 +384,7 @@ def write(
     if settings.chat:
         from megatron.inference import chats
 
-        words = replace(loaded.config.tokenizer, **given_values(TokenizerSettings, given))
+        words = loaded.config.tokenizer.overridden(given_values(TokenizerSettings, given))
         folder = settings.load or settings.load_exported
         template = chats.template_of(loaded, tokenizer, words, folder, settings.chat_template)
         asked, apart = replace(asked, end=chats.ends_of(loaded, template)), "\n"

@@ -14,7 +14,6 @@ SIGTERM, SIGHUP and SIGQUIT are forwarded too, and ranks that do not end are kil
 """
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ from megatron.errors import (
     LAUNCHER,
     Failure,
     Interrupted,
+    Locked,
     PeerLost,
     SettingsError,
     UsageError,
@@ -43,12 +43,15 @@ from megatron.errors import (
     run_main,
 )
 from megatron.guard import processes
-from megatron.guard.command import config_of, value_of
+from megatron.guard.command import config_of, file_of, trains, value_of
 from megatron.guard.exits import FOR_ANOTHER, judge, to_shell
 from megatron.guard.node_rendezvous import NodeRendezvous
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
 from megatron.guard.stacks import spans
+from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.settings.messages import replaced
+from megatron.settings.schema import Config
+from megatron.telemetry.events import QUIET, read_events
 
 MODULE = "megatron.tools.launch"
 SECOND_CTRL_C = 2.0  # seconds that ranks have to end after the second Ctrl-C
@@ -75,7 +78,7 @@ def main(argv: list[str]) -> None:
         quiet()
     args = parse(torchrun.get_args_parser(), argv)
     os.environ.setdefault(COMMAND, module_command(argv, MODULE))  # a supervisor's comes first
-    args.training_script_args = saving_at_sigterm(args.training_script, args.training_script_args)
+    args.training_script_args = saving_at_sigterm(args.training_script, args.training_script_args, args.module)
     with files_of(args) as kept:
         job = Launch(args)
         try:
@@ -84,6 +87,7 @@ def main(argv: list[str]) -> None:
             job.kill()
             raise
         text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
+        record_cause(args, job.began, text, code, rank)
         kept.add(f"rank_{rank}.txt")
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(OSError, AttributeError):  # closed, or None
@@ -175,10 +179,8 @@ def script_of(script: str) -> str:
     """The path of a script: here, or of an entry script that is installed (finetune.py in any folder)."""
     if Path(script).is_file():
         return script
-    name = script.removesuffix(".py")
-    found = importlib.util.find_spec(name) if name != script and name.isidentifier() else None
-    if found and found.origin and trains(Path(found.origin)):
-        return found.origin
+    if trains(script):
+        return str(file_of(script))
     from megatron.settings.dialects.commands import here_for
 
     scripts = [str(path) for path in Path(script).parent.glob("*.py")]
@@ -187,19 +189,14 @@ def script_of(script: str) -> str:
     raise UsageError(f"{script}: no such script{near}")
 
 
-def saving_at_sigterm(script: str, words: list[str]) -> list[str]:
+def saving_at_sigterm(script: str, words: list[str], is_module: bool = False) -> list[str]:
     """The flags of a training of this suite with --exit-signal-handler, unless they say something about it.
 
     So SIGTERM to the launcher saves, as Ctrl-C does: it comes from `kill`, systemd, docker stop and schedulers. A training
-    is a script that imports `megatron.entry`: those of the suite, and a user's own.
+    is a script or module that imports `megatron.entry`: those of the suite, and a user's own.
     """
     said = any("exit-signal-handler" in word.replace("_", "-") for word in words)
-    return [*words, "--exit-signal-handler"] if trains(Path(script)) and not said else words
-
-
-def trains(path: Path) -> bool:
-    """Whether a file is a training script of this suite, or a user's own."""
-    return path.suffix == ".py" and path.is_file() and b"megatron.entry" in path.read_bytes()
+    return [*words, "--exit-signal-handler"] if trains(script, is_module) and not said else words
 
 
 def instead_of(flag: str, argv: list[str]) -> str:
@@ -458,13 +455,48 @@ def with_reason(message: str, reason: str) -> str:
     return "\n".join([*lines[:at], f"  {reason}", *lines[at:]]) + "\n"
 
 
+def config_of_job(args: Namespace) -> Optional[Config]:
+    """The job's settings, according to its command line; None for a script that is not of this suite."""
+    words = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    with contextlib.suppress(Failure, OSError):
+        return config_of(words)
+    return None
+
+
 def last_checkpoint_of(args: Namespace) -> Optional[str]:
     """The path of the job's newest complete checkpoint, according to its command line."""
-    words = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-    with contextlib.suppress(Failure, OSError):  # not a script of this suite
-        config = config_of(words)
+    with contextlib.suppress(Failure, OSError):
+        config = config_of_job(args)
         return config and last_checkpoint(config.checkpoint)
     return None
+
+
+def record_cause(args: Namespace, began: float, text: str, code: int, rank: int) -> None:
+    """Record the end of a failed rank as the run's end, if the first rank has recorded none, or only that another is gone.
+
+    So `tools.status` and events.jsonl say what this launcher prints. A supervisor records it itself.
+    began: when the ranks were started; text: the message of the rank
+    """
+    if not text or code in (*QUIET, PeerLost.code, Locked.code) or SUPERVISOR in os.environ:
+        return
+    from megatron.telemetry.metrics import metrics_path
+    from megatron.telemetry.notify import open_events
+    from megatron.telemetry.run_folder import events_path
+
+    with contextlib.suppress(Failure, OSError):
+        config = config_of_job(args)
+        path = config and events_path(metrics_path(config.logging, config.checkpoint.save))
+        own = [event for event in read_events(path) if event["time"] >= began] if path else []
+        told = [event for event in own if event["event"] in ("start", "end")]
+        if (
+            not told or told[-1].get("code", PeerLost.code) != PeerLost.code
+        ):  # not of this launch; or it knows the cause
+            return
+        why = text.splitlines()[0].removeprefix("error: ")
+        events = open_events(config.logging, config.checkpoint.save, source="launcher")
+        more = dict(iteration=told[-1]["iteration"], rank=rank, level="error")
+        events.record("end", f"ended with exit code {code}: {why}", code=code, why=why, **more)
+        events.close()
 
 
 CRASH = "a crash in compiled code"

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     rank_env.print_notes(idle_flags(quantize, said))
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    on_ranks(parallel, options.device, lambda context: evaluate(options, given, context, quantize))
+    on_ranks(parallel, options.device, lambda context: evaluate(options, given, context, quantize), options.load)
 
 
 def names_in(word: str) -> list[str]:

@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
         rank_env.print_notes(idle)
         tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
         parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-        on_ranks(parallel, options.device, lambda context: report(options, harm, quantize, context))
+        on_ranks(parallel, options.device, lambda context: report(options, harm, quantize, context), options.load)
 
 
 def check(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions) -> None:

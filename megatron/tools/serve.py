@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from megatron.errors import MissingPackage, run_main
@@ -72,7 +73,8 @@ def main(argv: list[str]) -> None:
                 batch_invariant_mode=settings.batch_invariant_mode,
             )
             bound_kernel_caches()
-            on_ranks(parallel, settings.device, partial(serve_models, whole, listener))
+            models = settings.load or (), [settings.follow]
+            on_ranks(parallel, settings.device, partial(serve_models, whole, listener), *chain(*models))
 
 
 def serve_models(settings: ServeSettings, listener, context) -> None:

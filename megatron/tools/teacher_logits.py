@@ -63,7 +63,8 @@ def main(argv: list[str]) -> None:
         check(options, data)
         parallel = Parallel(tensor_model_parallel_size=options.tensor_model_parallel_size)
         tokenizer = given_values(TokenizerSettings, given)
-        on_ranks(parallel, options.device, lambda context: store_logits(options, data, tokenizer, context))
+        work = lambda context: store_logits(options, data, tokenizer, context)
+        on_ranks(parallel, options.device, work, options.load)
 
 
 def check(options: TeacherLogitsOptions, data: Data) -> None:

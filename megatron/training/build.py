@@ -82,7 +82,7 @@ from megatron.training.rank_watch import RankWatch
 from megatron.training.rerun import build_rerun
 from megatron.training.resume import resume
 from megatron.training.rules import idle, remarks
-from megatron.training.shared_maps import build_once
+from megatron.training.shared_maps import build_once, is_of_suite
 from megatron.training.start_log import (
     crowded,
     end_of_document,
@@ -265,7 +265,7 @@ def build_data(config: schema.Config, recipe: Recipe, context: RankContext, mode
     if config.data.verify_data:
         verify_data(config.data, context, log)
     build = partial(build_datasets, config, recipe, model.tokenizer, model.vocab_size, context, log, state)
-    if getattr(recipe.build_datasets, "__module__", "").startswith("megatron."):
+    if is_of_suite(recipe.build_datasets):
         cache = config.data.data_cache_path or config.data.object_storage_cache_path
         datasets = build_once(context, build, cache, log, 60 * config.parallel.distributed_timeout_minutes)
     else:  # a user's function may wait for other ranks

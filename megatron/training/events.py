@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.checkpoint.first_launch import same_place
-from megatron.errors import (
-    Failure,
-    Interrupted,
-    Locked,
-    NumericsError,
-    Preempted,
-    SettingsError,
-    UsageError,
-    exit_code,
-    explain,
-    in_a_line,
-)
+from megatron.errors import Failure, Locked, NumericsError, SettingsError, UsageError, exit_code, explain, in_a_line
 from megatron.guard.disk import shortage
 from megatron.guard.supervisor_mark import SUPERVISOR, is_supervised
 from megatron.settings import rank_env, schema
@@ -28,10 +17,8 @@ from megatron.settings.parse import said
 from megatron.storage.durable import WriterLock
 from megatron.storage.urls import local_folder
 from megatron.telemetry.event_rules import rule_of
-from megatron.telemetry.events import EventLog, read_events
+from megatron.telemetry.events import QUIET, EventLog, read_events
 from megatron.telemetry.notify import open_events
-
-QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as requested
 
 
 def record_start(run) -> None:

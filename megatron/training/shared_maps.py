@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
@@ -17,12 +18,20 @@ import torch.distributed as dist
 
 from megatron.data.index_cache import Arrays, JobMaps, UsedEntry, cached_arrays, entry_path
 from megatron.errors import Failure, PeerLost, node_name
+from megatron.model.recipe import MODEL_TYPES
 from megatron.mpu import collectives
 from megatron.mpu.initialize import RankContext
 from megatron.telemetry.figures import several
 
 BLOCK = 1 << 26  # bytes that are sent at a time
 SIGN = 5.0  # seconds between two signs of a first rank that builds
+
+
+def is_of_suite(build: Callable) -> bool:
+    """Whether a function is this suite's, in its packages or one of its scripts. A user's own may wait for other ranks."""
+    code, root = getattr(build, "__code__", None), Path(__file__).resolve().parents[2]
+    place = Path(code.co_filename).resolve() if code else Path()
+    return root / "megatron" in place.parents or place.parent == root and place.stem in MODEL_TYPES.values()
 
 
 def build_once(
@@ -121,6 +130,7 @@ def _share(context: RankContext, maps: JobMaps, log: Callable[[str], None]) -> N
                 _keep(maps, entry, arrays, log)
         if not any(numbers for _, numbers in lacking):
             return
+        collectives.barrier(context.mesh.world)  # what was kept is on the disk before others of the node look
 
 
 def _is_here(maps: JobMaps, entry: UsedEntry) -> bool:

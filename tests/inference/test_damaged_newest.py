@@ -96,6 +96,24 @@ def test_it_takes_the_one_that_it_is_told(name, folder, tmp_path, capsys):
     assert (tmp_path / "out").is_dir() and "warning" not in told.err and "iter_0000009" not in told.out + told.err
 
 
+@pytest.mark.parametrize(
+    "command, flags",
+    [
+        (generate, "--prompt cat"),
+        (evaluate, "--data-path tokens"),
+        (teacher_logits, "--output out --train-samples 2 --mock-data"),
+        (benchmark_inference, ""),
+    ],
+)
+def test_a_missing_model_is_told_before_a_missing_device(command, flags, tmp_path, monkeypatch):
+    """Otherwise it takes a second try to hear of it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "empty").mkdir()
+    for folder in ("nope", "empty"):
+        with pytest.raises(CheckpointError, match=f"{folder} holds no checkpoint"):
+            command.main(f"--load {tmp_path / folder} --device cuda {flags}".split())
+
+
 def test_damage_that_only_a_reader_of_tensors_meets(folder, capsys):
     """A bit of its data is wrong. The record is that of the model that was loaded."""
     new = folder / "iter_0000009"

@@ -235,8 +235,8 @@ def test_lambada(checkpoint, tmp_path, capsys):
     strict, loose = capsys.readouterr().out.splitlines()[-2:]
     for line, mode in ((strict, "strict"), (loose, "non-strict")):
         assert re.fullmatch(
-            rf" validation results on LAMBADA \({mode}\) \| number correct: \d\.\d{{4}}E[+-]\d\d \| "
-            r"total examples: 4\.0000E\+00 \| avg accuracy: \d\.\d{4}E[+-]\d\d",
+            rf" validation results on LAMBADA \({mode}\) \| number correct: [0-4] \| "
+            r"total examples: 4 \| avg accuracy: \d\.\d{4}E[+-]\d\d",
             line,
         )
     both = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]

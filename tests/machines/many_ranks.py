@@ -8,6 +8,9 @@ metrics.jsonl in FOLDER/run has the iteration. Exits with the highest code of th
 FOLDER/counts_RANK.json, what it has asked of the machine:
 
     read, written     bytes of its system calls, with those of its messages
+    PHASE read, PHASE written
+                      the same while it wrote its file of a checkpoint ("save"), merged parts of the index ("merge"),
+                      published it ("publish"), and read one ("load"): it sends no messages then
     opened            files that it opened, by place: "run" (FOLDER/run), "beats" (FOLDER/beats), "memory" (of the node:
                       /proc, /sys, heartbeats), "elsewhere" (modules)
     seconds           from the first to the last count
@@ -29,6 +32,7 @@ from collections import Counter
 from pathlib import Path
 
 NODE = 8  # ranks
+PHASES = dict(save="write_shard", merge="merge_group", publish="commit", load="_load")  # of checkpoint.folder
 
 
 def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]) -> int:
@@ -37,6 +41,7 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
     from torch.distributed import distributed_c10d as c10d
 
     import pretrain_gpt
+    from megatron.checkpoint import folder as saving
     from megatron.entry import start
     from megatron.errors import exit_code
     from megatron.mpu import collectives
@@ -74,6 +79,8 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
     sys.addaudithook(opened)
     counted("groups", c10d, "_new_process_group_helper")
     counted("gathered", dist, "all_gather_object")
+    for phase, function in PHASES.items():
+        measured(counts, phase, saving, function)
     dist.destroy_process_group = leave
     assert collectives.dist is dist
     code = 0
@@ -87,6 +94,22 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
     record["seconds"] = time.monotonic() - began
     (folder / f"counts_{rank:05d}.json").write_text(json.dumps(record))
     return code
+
+
+def measured(counts: Counter, phase: str, module, attribute: str) -> None:
+    """Count the bytes that a function of a module reads and writes."""
+    real = getattr(module, attribute)
+
+    def call(*args, **more):
+        before = io_of_this_process()
+        try:
+            return real(*args, **more)
+        finally:
+            after = io_of_this_process()
+            counts[f"{phase} read"] += after["rchar"] - before["rchar"]
+            counts[f"{phase} written"] += after["wchar"] - before["wchar"]
+
+    setattr(module, attribute, call)
 
 
 def io_of_this_process() -> dict[str, int]:

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, commit, merge_group, write_shard
 from megatron.planner.layout import Layout
 from tests.machines import job_model
-from tests.machines.job_model import MESSAGE, NODE, Job
+from tests.machines.job_model import MESSAGE, NODE, Job, Saved
 
 # ---- jobs that nobody starts here
 
@@ -88,6 +90,92 @@ def test_files_and_index_of_a_save(writers, layers, tmp_path, monkeypatch):
         )
 
 
+def io() -> Counter:
+    """Bytes that this process has read and written so far, by its system calls."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return Counter({name: int(value) for name, value in (line.split(": ") for line in lines)})
+
+
+def saved_in(path: Path, ranks: int) -> Saved:
+    """What the formulas have to know of a checkpoint, from its index."""
+    with Reader(path) as reader:
+        boxes = [(name, tensor, stored) for name, tensor in reader.tensors.items() for stored in tensor.stored]
+        mean = lambda values: sum(values) / len(boxes)
+        return Saved(
+            data=sum(stored.box.size * tensor.dtype.itemsize for _, tensor, stored in boxes) / ranks,
+            boxes=len(boxes) / ranks,
+            tensors=len({(name, stored.file) for name, _, stored in boxes}) / ranks,
+            names=len(reader.tensors),
+            name=mean(len(name) for name, *_ in boxes),
+            key=mean(len(stored.key) for *_, stored in boxes),
+            numbers=mean(len(f"{list(stored.box.offset)}{list(stored.box.extent)}") for *_, stored in boxes),
+            state=(path / "state.json").stat().st_size,
+        )
+
+
+@pytest.mark.parametrize("writers, layers", [(6, 9), (100, 6), pytest.param(1024, 40, marks=pytest.mark.full)])
+def test_bytes_of_a_save(writers, layers, tmp_path, monkeypatch):
+    """What system calls write and read: each writer, leaders, the first one, and a reader, as the formulas say."""
+    monkeypatch.setattr(store, "PART", 1 << 16)
+    monkeypatch.setattr(job_model, "PART", 1 << 16)
+    spent = {}
+
+    def counted(phase: str, name: str, module=store) -> None:
+        real = getattr(module, name)
+
+        def call(*args, **more):
+            before = io()
+            result = real(*args, **more)
+            spent.setdefault(phase, []).append(io() - before)
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    this = sys.modules[__name__]
+    for phase, name in dict(save="write_shard", merge="merge_group", publish="commit").items():
+        counted(phase, name, this)
+    path, _ = saved_by(writers, layers, tmp_path, monkeypatch)
+    saved, job = saved_in(path, writers), Job.of(Layout(dp=writers), 2)
+    own = [one["wchar"] for one in spent["save"]]
+    assert sum(own) / writers == pytest.approx(job.saved_bytes(saved), rel=0.03)
+    [published] = spent["publish"]
+    read, written = job.published_bytes(saved)
+    assert published["rchar"] == pytest.approx(read, rel=0.03)
+    assert published["wchar"] == pytest.approx(written, rel=0.03)
+    leaders = [one for one in spent.get("merge", []) if one["wchar"]]
+    assert len(leaders) == job.leaders
+    if leaders:  # the last one has fewer ranks
+        read, written = job.merged_bytes(saved)
+        assert sum(one["rchar"] for one in leaders) == pytest.approx(writers / store.FAN * read, rel=0.03)
+        assert sum(one["wchar"] for one in leaders) == pytest.approx(writers / store.FAN * written, rel=0.03)
+    before = io()
+    with Reader(path) as reader:
+        piece = Piece("blocks.1.weight", (writers, 4), Box.whole((writers, 4)), torch.zeros(writers, 4))
+        reader.load([piece])
+    found = (io() - before)["rchar"]
+    assert found == pytest.approx(job.loaded_bytes(saved, 1, 16 * writers), rel=0.1)
+
+
+def test_bytes_of_1024_and_16384_ranks():
+    """70B parameters, ZeRO 1 over 64: 12 bytes a parameter, 400 boxes of a rank in 210 of 1,450 tensors. A rank reads what
+    the index has of its stage.
+    """
+    saved = Saved(data=0.83e9, boxes=400, tensors=210, names=1450, name=48, key=66, numbers=28, state=15e3)
+    job = Job.of(Layout(tp=8, pp=2, dp=64, zero=1, shard=64), 80)
+    assert job.saved_bytes(saved) == pytest.approx(0.83e9, rel=0.001)
+    assert saved.entries(1, 210) == pytest.approx(95e3, rel=0.1)
+    read, written = job.published_bytes(saved)
+    assert read == pytest.approx(written, rel=0.1) == pytest.approx(72e6, rel=0.1)
+    assert job.merged_bytes(saved)[0] == pytest.approx(32 * 95e3, rel=0.1)
+    assert job.loaded_bytes(saved, 725, 0.83e9) - 0.83e9 == pytest.approx(75e6, rel=0.15)
+    # DeepSeek-V3, 12 bytes for each of 671e9 parameters.
+    saved = Saved(data=12 * 671e9 / 16384, boxes=300, tensors=100, names=3000, name=52, key=72, numbers=34, state=15e3)
+    job = Job.of(Layout(tp=8, pp=16, dp=128, zero=1, shard=128, ep=64, etp=1), 96)
+    read, written = job.published_bytes(saved)
+    assert job.saved_bytes(saved) == pytest.approx(0.49e9, rel=0.01)
+    assert (read, written) == pytest.approx((0.91e9, 0.9e9), rel=0.02)
+
+
 @pytest.mark.parametrize("fan", [32, 0])
 def test_rounds_in_which_ranks_answer_each_other(fan, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "FAN", fan)
@@ -147,6 +235,42 @@ def launch(folder, ranks, kill, layout, micro_batch):
 FRESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 2"
 
 
+def parameters(h=16, layers=4, experts=4, words=60, positions=8) -> Counter:
+    """Those of the network of FLAGS, by how ranks divide them: tp cuts them, all of tp have them, ep cuts them, ends of
+    the pipeline (the embedding, which is the output, too), the first stage, and the last."""
+    cut = 3 * h * h + 3 * h + h * h  # queries, keys and values with biases; the output product
+    whole = h + 4 * h + experts * (h + 1)  # its bias, two norms, the router
+    of_expert = 4 * h * h + 4 * h + 4 * h * h + h
+    each = Counter(cut=cut, whole=whole, experts=experts * of_expert)
+    return Counter({name: layers * number for name, number in each.items()}) + Counter(
+        ends=words * h, first=positions * h, last=2 * h
+    )
+
+
+STATE = 12  # bytes of a parameter: its value and two moments, in fp32
+
+
+def check_bytes(path: Path, job: Job, counts: dict, saves: int, resumed: bool) -> None:
+    """What ranks wrote and read of files, as /proc counts, against the formulas; means over ranks, which differ."""
+    ranks, number = job.ranks, parameters()
+    saved, mean = saved_in(path, job.ranks), lambda what: sum(own.get(what, 0) for own in counts.values()) / job.ranks
+    assert saved.data * ranks == pytest.approx(STATE * number.total(), rel=0.01)
+    assert mean("save written") / saves == pytest.approx(job.saved_bytes(saved), rel=0.03)
+    if job.leaders:
+        read, written = job.merged_bytes(saved)
+        assert mean("merge read") * ranks / saves == pytest.approx(ranks / store.FAN * read, rel=0.05)
+        assert mean("merge written") * ranks / saves == pytest.approx(ranks / store.FAN * written, rel=0.05)
+    read, written = job.published_bytes(saved)
+    # Its other threads read of /proc meanwhile what heartbeats and memory need.
+    assert counts[0]["publish read"] / saves == pytest.approx(read, rel=0.05, abs=16e3)
+    assert counts[0]["publish written"] / saves == pytest.approx(written, rel=0.05)
+    if resumed:
+        tp, pp, ep = 2, 4, 2
+        own = number["cut"] / (tp * pp) + number["whole"] / pp + number["experts"] / (ep * pp)
+        own += (2 * number["ends"] / tp + number["first"] + number["last"]) / pp
+        assert mean("load read") == pytest.approx(job.loaded_bytes(saved, 0, STATE * own), rel=0.05)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("ranks", [16, 64])
@@ -165,6 +289,7 @@ def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
             assert own["gathered"] == job.gathers(saves, resumed), rank
             most = job.opened(rank, saves, resumed)
             assert own["opened run"] <= most and (resumed or own["opened run"] >= most - 8 * (rank == 0)), rank
+        check_bytes(tmp_path / f"run/iter_{6 if resumed else 4:07d}", job, counts, saves, resumed)
         others = [own for rank, own in counts.items() if rank]
         for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.05)):  # the same for each rank
             assert max(own[what] for own in others) <= more * min(own[what] for own in others), what

@@ -138,6 +138,72 @@ def test_what_a_link_does_changes_no_bit(words, hosts, one_host):
     assert_same(hosts, one_host)
 
 
+# ---- folders that each host has for itself -----------------------------------------------------------------------------
+
+
+def files_of(folder: Path, ends: str = "") -> dict[str, int]:
+    """Path in a folder -> when the file was written."""
+    files = (path for path in folder.rglob(f"*{ends}") if path.is_file() and path.suffix != ".lock")
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
+
+
+def run_on_two(hosts: Hosts, log: str, *more: str, **environment: str) -> None:
+    """A run of four ranks on two hosts; it ends by itself, whatever one host has and the other one has not."""
+    pair = hosts.hosts[:2]
+    for host in pair:
+        own = {name: word.replace("OWN", str(host.folder)) for name, word in environment.items()}
+        host.start([*command(host, nodes=2), *more], log=log, **ENVIRONMENT, **own)
+    assert ended([host.started[-1] for host in pair], 600) == [0, 0], "\n".join(host.log(log) for host in pair)
+
+
+def test_each_host_has_index_maps_of_its_own(hosts, half):
+    """The first rank builds them, once; a host without them gets them, once, and keeps them for its ranks. A host that has
+    lost its folder gets them again; nobody else writes anything, and nothing lies beside the tokens.
+    """
+    shared, (first, second) = hosts.folder / "shared", (host.folder / "cache" for host in hosts.hosts[:2])
+    before = files_of(shared / "index_maps") if (shared / "index_maps").exists() else {}
+    beside = {path.name for path in shared.iterdir()} - {"run"}
+    flags = ["--data-cache-path", "cache", "--load", "../shared/run"]
+    run_on_two(hosts, "new", *flags, "--exit-interval", "10")
+    built, sent = files_of(first), files_of(second)
+    maps = [name for name in built if name.endswith("index.json")]
+    assert maps and {*built} == {*sent}
+    said = hosts[0].log("new")
+    assert said.count("are sent to 1 rank") == len(maps) and "restart" not in said
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in built)
+
+    shutil.rmtree(second)
+    run_on_two(hosts, "lost", *flags, "--exit-interval", "20")
+    assert files_of(first) == built and {*files_of(second)} == {*sent}
+    assert hosts[0].log("lost").count("are sent to 1 rank") == len(maps)
+
+    sent = files_of(second)
+    run_on_two(hosts, "kept", *flags)
+    assert (files_of(first), files_of(second)) == (built, sent)
+    assert "are sent to" not in hosts[0].log("kept")
+    assert {path.name for path in shared.iterdir()} - {"run"} == beside
+    assert (files_of(shared / "index_maps") if (shared / "index_maps").exists() else {}) == before
+    assert_same(hosts, half)
+
+
+@pytest.mark.timeout(1500)
+def test_each_host_compiles_for_itself(hosts):
+    """With --torch-compile: a host whose compiled code is lost compiles again, and the other one waits for it, and compiles
+    nothing.
+    """
+    folders = dict(TORCHINDUCTOR_CACHE_DIR="OWN/inductor", TRITON_CACHE_DIR="OWN/triton")
+    folders["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else as many processes a rank as there are cores
+    flags = "--torch-compile --distributed-timeout-minutes 8 --load ../shared/run --exit-interval".split()
+    run_on_two(hosts, "new", *flags, "2", **folders)
+    first, second = (host.folder / "inductor" for host in hosts.hosts[:2])
+    compiled = files_of(first, ".so")
+    assert compiled and files_of(second, ".so")
+    shutil.rmtree(second)
+    run_on_two(hosts, "lost", *flags, "4", **folders)
+    assert files_of(first, ".so") == compiled and files_of(second, ".so")
+    assert "iteration        4/" in hosts[0].log("lost")
+
+
 # ---- hosts that go, and come back ------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 """The launcher: real ranks, without torch where they do not train. Its own process is forked from this one, which has
 torch in memory."""
 
+import json
 import logging
 import os
 import re
@@ -12,6 +13,8 @@ import sys
 import tempfile
 import time
 import traceback
+from argparse import Namespace
+from datetime import datetime
 
 import pytest
 from torch.distributed import TCPStore
@@ -20,6 +23,7 @@ from megatron import errors
 from megatron.guard import run_state
 from megatron.guard.processes import descendants
 from megatron.storage.processes import state
+from megatron.telemetry.events import read_events
 from megatron.tools import launch
 
 # What a rank does, by its first argument, when it has come to life; rank 0 stays until it is ended.
@@ -205,10 +209,24 @@ def test_a_rank_that_the_launcher_has_killed_itself_is_no_cause(start):
 
 
 def test_a_killed_rank_is_told_with_the_last_checkpoint(start, tmp_path):
-    (tmp_path / "saved" / "iter_0000007").mkdir(parents=True)
-    (tmp_path / "saved" / "iter_0000007" / "index.json").touch()
+    """On the terminal, and as the end of the run: the first rank has only seen that another is gone."""
+    saved = tmp_path / "saved"
+    (saved / "iter_0000007").mkdir(parents=True)
+    (saved / "iter_0000007" / "index.json").touch()
+    lines = [dict(kind="run", iteration=0, time=datetime.now().astimezone().isoformat())]
+    lines += [{"kind": "step", "iteration": 8, "lm loss": 1.0, "consumed_samples": 8}]
+    (saved / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "pretrain_own.py").write_text(
-        "import os, signal, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+        "import json, os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists('saved/events.jsonl'):\n        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "common = dict(time=time.time(), level='error', rank=None, host='here', source='run', message='a')\n"
+        "start = dict(common, event='start', iteration=0, ranks=2, resumed=False)\n"
+        "end = dict(common, event='end', iteration=8, code=7, why='another rank is gone or silent')\n"
+        "with open('written', 'w') as file:\n"
+        "    file.write(json.dumps(start) + '\\n' + json.dumps(end) + '\\n')\n"
+        "os.rename('written', 'saved/events.jsonl')\ntime.sleep(60)\n"
     )
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 50 --save saved".split()
     code, said = start("pretrain_own.py", *flags).end()
@@ -216,6 +234,43 @@ def test_a_killed_rank_is_told_with_the_last_checkpoint(start, tmp_path):
         137,
         ["error: rank 1 was ended by SIGKILL", "  the last checkpoint: saved/iter_0000007"],
     )
+    *_, end = read_events(saved)
+    assert (end["source"], end["rank"], end["iteration"], end["code"]) == ("launcher", 1, 8, 137)
+    assert end["message"] == "ended with exit code 137: rank 1 was ended by SIGKILL"
+    [line] = run_state.look_at(str(saved))
+    assert (line.state, line.why) == ("failed", "rank 1 was ended by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    "events, code, supervised, recorded",
+    [
+        ([("start", None), ("end", 7)], 137, False, True),
+        ([("start", None)], 137, False, True),  # the first rank was killed
+        ([("start", None), ("end", 4)], 137, False, False),  # it knows the cause
+        ([("start", None), ("end", 7)], 7, False, False),
+        ([("start", None), ("end", 7)], 137, True, False),  # the supervisor tells it
+        ([("start", None), ("save", None)], 10, False, False),  # another job writes there
+        ([], 137, False, False),
+    ],
+)
+def test_what_a_launcher_adds_to_the_events_of_a_run(events, code, supervised, recorded, tmp_path, monkeypatch):
+    (tmp_path / "pretrain_gpt.py").touch()
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 50".split()
+    words = [str(tmp_path / "pretrain_gpt.py"), *flags, "--save", str(tmp_path)]
+    args = Namespace(module=False, training_script=words[0], training_script_args=words[1:])
+    of = lambda event, time, iteration, code: (
+        dict(event=event, time=time, iteration=iteration, level="info", message="a")
+        | (dict(code=code) if code is not None else {})
+    )
+    lines = [of(event, 100.0 + n, 3, end) for n, (event, end) in enumerate(events)]
+    old = [of("start", 5.0, 0, None), of("end", 6.0, 9, 0)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*old, *lines]))
+    monkeypatch.setenv("MEGATRON_SUPERVISOR" if supervised else "OTHER", "x")
+    launch.record_cause(args, 99.0, "error: rank 2 was ended by SIGKILL\n  -> dmesg\n", code, 2)
+    found = read_events(tmp_path)[len(old) + len(lines) :]
+    assert [(one["why"], one["rank"], one["iteration"]) for one in found] == [
+        ("rank 2 was ended by SIGKILL", 2, 3)
+    ] * recorded
 
 
 def test_ranks_that_are_started_again_speak_for_themselves(start):
@@ -280,6 +335,10 @@ def test_trainings_save_at_sigterm(root, tmp_path):
         assert launch.saving_at_sigterm(str(script), ["--exit_signal_handler"]) == ["--exit_signal_handler"]
     for script in (root / "preprocess_data.py", tmp_path / "missing.py", tmp_path):
         assert launch.saving_at_sigterm(str(script), ["a"]) == ["a"]
+    for module in ("pretrain_gpt", "finetune", "megatron.tools.tasks"):
+        assert launch.saving_at_sigterm(module, ["a"], is_module=True) == ["a", "--exit-signal-handler"]
+    for module in ("preprocess_data", "no.such.module", "megatron.tools.plan"):
+        assert launch.saving_at_sigterm(module, ["a"], is_module=True) == ["a"]
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):

@@ -72,6 +72,11 @@ def test_a_run_that_goes_on(run):
     assert (line.tokens_per_second, line.seconds_left, line.loss) == (8 * 16 / 0.5, 35.0, 9.7)
 
 
+def test_a_fine_tuning_has_the_loss_of_its_task(run):
+    steps = [{name.removeprefix("lm "): value for name, value in one.items()} for one in STEPS]
+    assert run_state.look(run(*steps)).loss == 9.7
+
+
 def test_the_newest_snapshot_in_memory_is_said_if_no_checkpoint_is_newer(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_folder, "shared_memory", lambda: tmp_path / "shm")
     folder, memory = run(*STEPS, end(1, "rank 3: lost")), tmp_path / "shm" / "megatron-snapshots-5f0c91aa3b7e"

@@ -4,8 +4,11 @@ samples are those of one process that builds for itself."""
 
 import errno
 import hashlib
+import importlib
 import os
+import runpy
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +24,7 @@ from megatron.training import shared_maps
 from megatron.training.shared_maps import build_once
 from tests.inference.test_evaluate import write_tokens
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES, SEED = (300, 40, 20), 5
 
 
@@ -67,7 +71,15 @@ def on_ranks(rank, text, caches, hosts):
     index_cache.hashlib = SimpleNamespace(sha256=REAL)  # names of entries are no hashes of data
     data = data_of(text, caches[rank])
     build = lambda: build_datasets(data, 16, SIZES, SEED)
-    datasets = build_once(context, build, data.data_cache_path, lambda said: None, 60)
+    said, keep = [], shared_maps._keep
+
+    def slowly(*args):  # the other ranks of the node do not look before it is there
+        time.sleep(0.1)
+        keep(*args)
+
+    shared_maps._keep = slowly
+    datasets = build_once(context, build, data.data_cache_path, said.append, 60)
+    counts["sent"] = [int(line.split("sent to ")[1].split()[0]) for line in said if "sent to" in line]
     return counts, samples_of(datasets), sorted(os.listdir(caches[rank])) if caches[rank] else None
 
 
@@ -86,10 +98,13 @@ def test_maps_are_built_and_hashed_once(folders, text, alone, tmp_path, run_rank
         hosts = ["n1"] * 4
     results = run_ranks(4, on_ranks, text, caches, hosts)
     counts = [result[0] for result in results]
+    sent = {"shared": [], "of nodes": [1] * BUILDS, "of ranks": [1] * BUILDS + [2] * BUILDS}[folders]
+    assert [own.pop("sent") for own in counts] == [sent] * 4
     assert counts[0] == dict(builds=BUILDS, hashes=6) and counts[1:] == [dict(builds=0, hashes=0)] * 3
     assert all(result[1] == alone for result in results)
     assert all(len([name for name in result[2] if "lock" not in name]) == BUILDS for result in results)
     again = run_ranks(4, on_ranks, text, caches, hosts)
+    assert all(result[0].pop("sent") == [] for result in again)
     assert [result[0] for result in again] == [dict(builds=0, hashes=6)] + [dict(builds=0, hashes=0)] * 3
     assert all(result[1] == alone for result in again)
 
@@ -185,3 +200,20 @@ def test_waiting_ends_with_the_signs_of_the_first_rank(monkeypatch):
     assert clock[0] > 3_000  # far longer than a collective may take
     with pytest.raises(PeerLost, match="rank 0 was to build index maps, and gave no sign for 60 s"):
         shared_maps._wait(SlowStore(signs=500, built=2_000), 60)
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt", "pretrain_t5", "pretrain_bert"])
+def test_scripts_build_once(script):
+    """Also as the script that was started, whose functions are of `__main__`."""
+    started = SimpleNamespace(**runpy.run_path(str(ROOT / f"{script}.py"), run_name="started"))
+    for module in (importlib.import_module(script), started):
+        assert shared_maps.is_of_suite(module.recipe().build_datasets)
+
+
+def test_a_users_function_is_called_on_all_ranks_together(tmp_path):
+    """It may wait for other ranks, also if its file has the name of a script."""
+    for folder in (tmp_path, tmp_path / "megatron"):
+        folder.mkdir(exist_ok=True)
+        (folder / "pretrain_gpt.py").write_text("def build_datasets(*_):\n    pass\n")
+        assert not shared_maps.is_of_suite(runpy.run_path(str(folder / "pretrain_gpt.py"))["build_datasets"])
+    assert not shared_maps.is_of_suite(print)

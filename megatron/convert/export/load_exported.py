@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.missing import EXPORT
 from megatron.convert import compressed_tensors, hf_files
 from megatron.convert.export import programs
 from megatron.convert.export.write import RECORD, empty_past
@@ -39,7 +40,7 @@ def is_export(place: Path) -> bool:
     """Whether a folder holds an export, and no checkpoints."""
     if not place.is_dir() or checkpoints(place) or (place / "index.json").is_file():
         return False
-    return any((place / name).is_file() for name in (RECORD, "config.json"))
+    return any((place / name).is_file() for name in EXPORT)
 
 
 def load_exported(
