@@ -103,7 +103,7 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", f"{MOCK} --precision fp8", "--precision 'fp8' is none of auto, fp32, bf16, fp16"),
     ("pretrain_gpt", f"{MOCK} --device gpu:0", "--device 'gpu:0' is none of auto, cpu, cuda"),
     ("pretrain_gpt", f"{MOCK} --model-name-or-path gpt5", "gpt5: neither a folder nor a known shape (gpt2-small,"),
-    ("pretrain_gpt", f"{MOCK} --config nope.yaml", "--config nope.yaml: No such file or directory"),
+    ("pretrain_gpt", f"{MOCK} --config nope.yaml", "--config nope.yaml: no such file"),
     ("pretrain_gpt", f"{MOCK} --config indented.yaml", "indented.yaml:2: not YAML: mapping values are not allowed"),
     (
         "pretrain_gpt",

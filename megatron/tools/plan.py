@@ -23,9 +23,9 @@ from megatron.model.command_line import parse_with_options
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env, schema
 from megatron.settings.declare import Count, Natural, Needs, Positive, declared, idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse, said
 from megatron.settings.schema import setting
-from megatron.settings.statements import failing_in_users_words
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from megatron.serving.settings import (
 )
 from megatron.settings import rank_env
 from megatron.settings.declare import idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.schema import Parallel
-from megatron.settings.statements import failing_in_users_words
 from megatron.storage.processes import die_with_parent
 from megatron.telemetry.web import listen
 

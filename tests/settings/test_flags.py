@@ -510,7 +510,7 @@ def test_wrong_files(tmp_path, text, words):
 
 
 def test_a_file_that_is_missing_or_no_text(tmp_path):
-    assert "No such file" in refused("--config nowhere.yaml")
+    assert "no such file" in refused("--config nowhere.yaml")
     assert "needs the name" in refused("--config")
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refused(f"--config {tmp_path}/run.yaml")
