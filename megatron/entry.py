@@ -8,8 +8,8 @@ from megatron.model.command_line import parse_any
 from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.schema import Config
-from megatron.settings.statements import failing_in_users_words
 from megatron.telemetry.notify import event_problem
 from megatron.telemetry.own_code import refuse_another_module
 from megatron.telemetry.prometheus import refused_port

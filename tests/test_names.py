@@ -48,7 +48,6 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/planner/parity.py": "the module of Megatron-LM's order of samples is imported ahead",
     "megatron/guard/command.py": "command lines that users type, in examples",
     "megatron/guard/stacks.py": "a place in the data loader, in an example",
-    "megatron/tasks/finetune_start.py": "the command that makes checkpoints, in a message",
     "megatron/tasks/backbones.py": "the table of models that fine-tuning knows",
     "megatron/tools/*": "commands name it for users",
 }

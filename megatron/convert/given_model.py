@@ -7,7 +7,6 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.quantization import PLAIN, QuantizeOptions
-from megatron.settings.dialects.hints import hint
 from megatron.settings.statements import Statement, words_of
 
 BATCH_INVARIANT = "--batch-invariant-mode"
@@ -20,9 +19,7 @@ EXPORTED = "folder that tools.export wrote, or a model's folder of Hugging Face,
 def check_one_model(settings: Any, given: Mapping[str, Statement]) -> None:
     """Raise UsageError unless one model is given. given: setting -> its source"""
     if settings.load is None and settings.load_exported is None:
-        folder = (
-            f"--load FOLDER of checkpoints{hint('load', given.values())}, or --load-exported FOLDER of tools.export"
-        )
+        folder = "--load FOLDER of checkpoints, or --load-exported FOLDER of tools.export"
         raise UsageError("missing: --load", do=folder)
     if settings.load is not None and settings.load_exported is not None:
         both = (words_of(given, name, getattr(settings, name)) for name in ("load", "load_exported"))

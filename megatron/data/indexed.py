@@ -281,10 +281,19 @@ def why_missing(prefix: str) -> tuple[str | None, str]:
     near = sorted(bare_prefix(file) for file in likely) if path.parent.is_dir() else []
     if near and near != [prefix]:
         return f"there is: {', '.join(near[:5])}", "give the whole prefix, up to _document"
-    return (
-        None if path.parent.is_dir() else f"there is no folder {path.parent}",
-        "a prefix is the path without .bin/.idx, for example corpus_text_document; preprocess_data.py makes both",
-    )
+    missing = f"no folder {prefix}{nearest_folder(path)}" if path.parent.is_dir() else f"no folder {path.parent}"
+    return (f"there is {missing}" if not path.is_dir() else f"the folder {path} has no token files", PREFIX)
+
+
+PREFIX = (
+    "a prefix is the path without .bin/.idx, for example corpus_text_document; preprocess_data.py makes both, and "
+    "megatron.tools.create_pretraining_data a folder with _ids.npy and _idx.npz"
+)
+
+
+def nearest_folder(path: Path) -> str:
+    """The end of a sentence about a missing folder: the similar name of one beside it, or ""."""
+    return no_such_file(path, "folder").removeprefix("no such folder")
 
 
 def _read_header(path: str, index) -> tuple[np.dtype, int, int]:

@@ -9,6 +9,7 @@
 """
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Optional
 
 from megatron.errors import Failure, SettingsError, UsageError
 from megatron.model.command_line import parse_any
+from megatron.model.recipe import MODEL_TYPES, SCRIPTS, named_recipe
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.spelling import spellings_of
 
@@ -32,30 +34,68 @@ MEETING = ("--rdzv-endpoint", "--rdzv_endpoint", "--master-addr", "--master_addr
 _SETTING = {flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(GROUPS).items()}
 
 
-def script_at(words: list[str]) -> int:
-    """Index of the training script, or of the module after -m, in the command; the training's own flags follow it."""
-    for number, word in enumerate(words):
-        name = Path(word).name
-        if (
-            name.startswith("pretrain")
-            and word.endswith(".py")
-            or name.startswith(("pretrain", "auto_"))
-            and (word.endswith(".sh"))
-        ):
+def script_at(words: list[str], tool: str = "supervise") -> int:
+    """Index of the training script, or of the module after -m, in the command; the training's own flags follow it.
+
+    tool: that reads the command, for the error
+
+    >>> script_at("python -m pretrain_gpt --lr 1".split()), script_at("python -m megatron.tools.launch -m finetune".split())
+    (2, 4)
+    """
+    named = list(zip(["", *words], words))  # (the word before, a word)
+    for number, (before, word) in enumerate(named):
+        if before == "-m" and "." not in word and trains(word, is_module=True):
             return number
-    for number in range(1, len(words)):
-        if words[number - 1] == "-m" and "." in words[number] and words[number] not in LAUNCHERS:
+        name, ending = Path(word).stem, Path(word).suffix
+        if name.startswith("pretrain") and ending in (".py", ".sh") or name.startswith("auto_") and ending == ".sh":
+            return number
+        if trains(word):
+            return number
+    for number, (before, word) in enumerate(named):
+        if before == "-m" and "." in word and word not in LAUNCHERS:
             return number
     raise SettingsError(
-        f"no training script (pretrain_*.py, scripts/pretrain_*.sh, -m a.module) in: {' '.join(words)}",
-        do="supervise ... -- torchrun ... pretrain_gpt.py ...; in a wrapper of your own, put supervise into it, before "
+        "no training script (pretrain_*.py, another that imports megatron.entry, scripts/pretrain_*.sh, -m pretrain_gpt, "
+        f"-m a.module) in: {' '.join(words)}",
+        do=f"{tool} ... -- torchrun ... pretrain_gpt.py ...; in a wrapper of your own, put {tool} into it, before "
         'torchrun, or call it pretrain_NAME.sh and let it pass "$@" on to the training script',
     )
 
 
+def trains(script: str, is_module: bool = False) -> bool:
+    """Whether a script, or a module, is a training of this suite or a user's own: it imports `megatron.entry`.
+
+    A script of the suite's is found in any folder, as `tools.launch` finds it: finetune.py.
+    """
+    path = file_of(script, is_module)
+    return path is not None and path.suffix == ".py" and b"megatron.entry" in path.read_bytes()
+
+
+def file_of(script: str, is_module: bool = False) -> Optional[Path]:
+    """The file of a script, or of a module that Python finds here; None if there is none. Imports nothing.
+
+    >>> file_of("finetune.py").name, file_of("megatron.tasks.chat", is_module=True).name, file_of("none.py")
+    ('finetune.py', 'chat.py', None)
+    """
+    if not is_module and Path(script).is_file():
+        return Path(script)
+    name, *parts = script.split(".") if is_module else [script.removesuffix(".py")]
+    if not name.isidentifier() or not is_module and name == script:
+        return None
+    try:
+        found = importlib.util.find_spec(name)
+    except ValueError:  # it runs, and was not imported
+        found = None
+    if found is None:
+        return None
+    folders = found.submodule_search_locations or ()
+    paths = [Path(folder, *parts).with_suffix(".py") for folder in folders] if parts else [Path(found.origin or "")]
+    return next((path for path in paths if path.is_file()), None)
+
+
 def refuse_unknown(words: list[str], tool: str) -> None:
     """Raise an error if a command, which `tool` is to run, has no training script, or its program does not exist."""
-    script_at(words)
+    script_at(words, tool)
     if shutil.which(words[0]) is None:
         raise UsageError(f"{words[0]}: there is no such command", do=f"{tool} ... -- torchrun ... pretrain_gpt.py ...")
 
@@ -207,13 +247,25 @@ def _number(text: Optional[str]) -> Optional[int]:
 
 def config_of(words: list[str]) -> Optional[Config]:
     """The job's settings, as given; None if they cannot be read. The job itself prints notes, and the reason."""
+    flags = flags_of(words)
+    for model_type in _model_types(expanded(words)):
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return parse_any(flags, recipe=model_type and named_recipe(model_type))
+        except (Failure, SystemExit):
+            continue
+    return None
+
+
+def _model_types(words: list[str]) -> list[Optional[str]]:
+    """The model types that the script or module may train; None: that of --model-type."""
     at = script_at(words)
-    recipe = ["--model-type", words[at]] if words[at - 1] == "-m" else []  # a module is its recipe's name
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return parse_any([*recipe, *flags_of(words)])
-    except (Failure, SystemExit):
-        return None
+    is_module = words[at - 1] == "-m"
+    name = words[at] if is_module else Path(words[at]).stem
+    if name in MODEL_TYPES.values():
+        return [model_type for model_type, module in MODEL_TYPES.items() if module == name]
+    others = [model_type for model_type, script in SCRIPTS.items() if script == f"{name}.py"]
+    return [name, *others] if is_module or others else [None]  # a module is its recipe's name
 
 
 def flags_of(words: list[str]) -> list[str]:

@@ -37,6 +37,11 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
     return words
 
 
+def _finetunes(checkpoint: Checkpoint) -> bool:
+    """Whether a job loads weights alone by --finetune; with --pretrained-checkpoint it resumes as soon as it can."""
+    return checkpoint.finetune and checkpoint.pretrained_checkpoint is None
+
+
 def _begins_from_memory(words: list[str], save: str) -> bool:
     """Whether a job without a checkpoint may go on from memory. One that starts from another folder does so again."""
     config = config_of(words)
@@ -95,5 +100,6 @@ def resume_command(checkpoint: Checkpoint) -> str:
         try:
             words = resumed(words, checkpoint.save, (checkpoint.save_mirror, checkpoint.save_copy))
         except SettingsError:  # a training script of an unknown name
-            words = [*words, "--load", checkpoint.save]
+            begun = ["--finetune", "false", "--use-checkpoint-args"] if _finetunes(checkpoint) else []
+            words = [*words, "--load", checkpoint.save, *begun]
     return shlex.join(words)

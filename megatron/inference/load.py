@@ -37,6 +37,7 @@ from megatron.optimizer.units import flat_memory, flat_units_of, materialise, ow
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import FILES, located, refuse_lost
 from megatron.settings.general_rules import violations
+from megatron.settings.groups.tokenizer import idle_words
 from megatron.settings.rank_env import print_notes, print_warnings
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
@@ -296,26 +297,16 @@ def tokenizer_settings(loaded: Loaded, given: Mapping[str, Any] = NONE) -> schem
     """
     from megatron.tokenizer import resolved
 
-    settings = _chosen(loaded, given)
+    settings = loaded.config.tokenizer.overridden(given)
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
     refuse_lost(loaded.record, "tokenizer", set(given))
     return resolved(settings)
 
 
-def _chosen(loaded: Loaded, given: Mapping[str, Any]) -> schema.TokenizerSettings:
-    """The settings of the training run, overridden by `given`. Its files may be those of a folder or name."""
-    if given.get("tokenizer_model"):  # a folder or file that replaces the others
-        given = dict(vocab_file=None, merge_file=None) | dict(given)
-    own = loaded.config.tokenizer
-    if own.tokenizer_type == "NullTokenizer" and any(given.get(name) for name in FILES):  # words for a run of numbers
-        own = replace(own, tokenizer_type=None)
-    return replace(own, **given)
-
-
 def text_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE):
     """The tokenizer of `open_tokenizer`; None for a run whose tokens are numbers, if `given` names no vocabulary."""
-    return open_tokenizer(loaded, given) if _chosen(loaded, given).of_texts else None
+    return open_tokenizer(loaded, given) if loaded.config.tokenizer.overridden(given).of_texts else None
 
 
 def refuse_other_tokens(loaded: Loaded, words: Sequence[str], flag: str) -> None:
@@ -333,6 +324,7 @@ def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE):
     from megatron.tokenizer import build_tokenizer
 
     settings = tokenizer_settings(loaded, given)
+    print_notes(idle_words(settings, given))
     log = lambda note: print_notes([note])
     return check_vocabulary(build_tokenizer(settings, log), loaded, settings, given, log)
 

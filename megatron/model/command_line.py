@@ -46,6 +46,7 @@ def derivations(recipe: Recipe) -> tuple[Derivation, ...]:
     )
 
     return (
+        Derivation("pretrained_checkpoint load ckpt_step", "load", _from_pretrained, cause="pretrained_checkpoint"),
         Derivation(
             "sparsity sparsity_layers sparsity_skip quantization linear",
             "linear sparsity_skip",
@@ -70,6 +71,12 @@ def derivations(recipe: Recipe) -> tuple[Derivation, ...]:
         ),
         SCHEDULE_IN_SAMPLES,
     )
+
+
+def _from_pretrained(config: Config) -> Config:
+    from megatron.settings.from_checkpoint import from_pretrained  # it needs a package that may be missing
+
+    return from_pretrained(config)
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:

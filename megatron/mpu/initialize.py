@@ -142,7 +142,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         raise DeviceLost(
             f"--device {wanted}: torch finds no CUDA device",
             f"torch {torch.__version__} on {node_name()}",
-            "use --device cpu (of a PaddleFleetX file: -o Global.device=cpu), or check the driver and CUDA_VISIBLE_DEVICES",
+            "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES",
         )
     if wanted == "cpu" or not there:
         return torch.device("cpu")

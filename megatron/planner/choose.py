@@ -3,6 +3,7 @@
 --micro-batch-size auto.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,6 @@ from megatron.planner.search import NOT_OFFLOADED, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import choice, far, parts, plans, sizes, speeds_note, trust
 from megatron.settings import batch, schema
-from megatron.settings.dialects.hints import hint
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
 from megatron.telemetry.figures import WIDE, WIDTH, seconds, sentence
@@ -113,7 +113,7 @@ def _searched(
     started = time.perf_counter()
     searched = search(job, cluster, space)
     count = job.facts.parameters
-    remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
+    remarks = [words for words in (remark, _long(config)) if words] + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
     if searched.plans:
@@ -122,6 +122,18 @@ def _searched(
     return SearchResult(
         config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held)
     )
+
+
+LONG = 8192  # tokens of a sample, up to which models are usually pretrained, whatever their context
+
+
+def _long(config: schema.Config) -> str:
+    """A note on samples as long as the context of a named shape, whose length no flag has set; "" for others."""
+    model = config.model
+    if config.given("seq_length") or not model.published_shape or model.seq_length <= LONG:
+        return ""
+    context = f"sequence {model.seq_length} is the context of {model.published_shape}"
+    return f"{context}; --seq-length {LONG} is a usual length of samples in pretraining, and much faster"
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
@@ -194,7 +206,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
     micro = b.micro_batch_size if given("micro_batch_size") and b.micro_batch_size != schema.AUTO else None
     ordered = p.batch_invariant_mode  # which has a sample a pass
     return Space(
-        **_global_batch(config),
+        **_global_batch(config, _replicas_given(config, cluster)),
         **{axis: getattr(p, name) for name, axis in AXES.items() if given(name)},
         **({"stage_layers": p.pipeline_stage_layers} if cut_by_pattern(config) else {}),
         cp=cp if recipe_of(config).shares_sequences else 1,
@@ -218,13 +230,23 @@ def _comm_type(p: schema.Parallel) -> str:
     return first if not others else "allgather" if "allgather" in p.cp_comm_types else "p2p"
 
 
-def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
-    """The part of a `Space` with the samples per step."""
+def _replicas_given(config: schema.Config, cluster: Cluster) -> Optional[int]:
+    """The data parallel size that the given settings leave no choice of; None if they do."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    model = math.prod(getattr(config.parallel, name) for name in (*sizes, "context_parallel_size"))
+    if config.parallel.asserted_data_parallel or not all(map(config.given, sizes)) or cluster.world_size % model:
+        return config.parallel.asserted_data_parallel
+    return cluster.world_size // model
+
+
+def _global_batch(config: schema.Config, dp: Optional[int] = None) -> dict[str, Optional[int]]:
+    """The part of a `Space` with the samples per step. dp: the data parallel size, if it is no part of the search"""
     given = dict(global_batch=config.batch.global_batch_size, max_global_batch=config.planner.max_global_batch_size)
+    if not any(given.values()) and dp and config.batch.local_batch_size:
+        return given | dict(global_batch=config.batch.full_size(dp))
     if not any(given.values()):
-        others = hint("global_batch_size", config.statements.values())
         raise SettingsError(
-            "a search needs to know the batch", do=f"--global-batch-size N{others}, or --max-global-batch-size N"
+            "a search needs to know the batch", do="--global-batch-size N, or --max-global-batch-size N"
         )
     if all(given.values()):
         raise SettingsError("--global-batch-size and --max-global-batch-size: give one of them")

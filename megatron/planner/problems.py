@@ -175,6 +175,8 @@ def file_problems(config: schema.Config) -> list[str]:
         elif prefix not in reported:
             lacking = " and no ".join(other for _, other in lost if bare_prefix(other) == prefix != other)
             why = f"there is no {lacking}; preprocess_data.py writes them"
+            if prefix.endswith("/"):
+                why = "; ".join(filter(None, why_missing(prefix)))
             problems.append(f"{flag}: {'; '.join(why_missing(prefix)) if location(prefix).is_file() else why}")
             reported.add(prefix)
     outputs = filter(None, (missing_tracker(config.logging), event_problem(config.logging)))

@@ -141,7 +141,11 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
         t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model or _texts(config))
     )
     if numbers and t.vocab_size and not (t.vocab_extra_ids and t.tokenizer_type):
-        return t.vocab_size + 1, ""
+        given = config.given("vocab_size")
+        return (
+            t.vocab_size + 1,
+            f"vocabulary {t.vocab_size + 1}: {given.words}, and the end of documents" if given else "",
+        )
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
     known = t.vocab_size or published_rows(shape)
     if numbers and t.vocab_size or files and all(Path(path).exists() or cached(path) for path in files):

@@ -4,7 +4,6 @@
 import os
 import signal
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
         if note := tokenless(opened, weights.loaded.vocab_size):
             print(f"note: {name}: {note}", file=sys.stderr, flush=True)
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
-        words = replace(weights.loaded.config.tokenizer, **tokenizer)
+        words = weights.loaded.config.tokenizer.overridden(tokenizer)
         places = template_folders([folder, str(weights.loaded.path)], words)
         template = find_template(places, opened, options.chat_template)
         more = dict(template=template, defaults=recommended(folder), targets=targets_of(weights.loaded, opened))

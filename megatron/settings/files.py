@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import UsageError
+from megatron.errors import UsageError, no_such_file
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.python_file import compose_python, items, read_assignments
 
@@ -36,11 +36,18 @@ def compose(path: str, flag: str = "--config"):
     try:
         root = compose_python(text, path) if path.endswith(".py") else yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UsageError(f"{_place(error, path)}: not YAML: {why}") from None
+        raise UsageError(f"{_place(error, path)}: not YAML: {_problem(error)}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: expected lines of `key: value`")
     return root
+
+
+def _problem(error) -> str:
+    """What PyYAML found wrong. It names tokens of its grammar where lines are indented otherwise than those beside them."""
+    found = str(getattr(error, "problem", None) or str(error).splitlines()[0])
+    if "<block" in found or "mapping values are not allowed" in found:
+        return "this line is not indented as those beside it, or a colon or quote is missing before it"
+    return found
 
 
 def _place(error, path: str) -> str:
@@ -53,6 +60,8 @@ def read_text(path: str, flag: str = "") -> str:
     """Read a text file. flag: prefix of messages, such as "--config ". Raises UsageError if it is missing or not text."""
     try:
         return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{flag}{path}: {no_such_file(path)}") from None
     except OSError as error:
         raise UsageError(f"{flag}{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -134,8 +143,7 @@ def read_tree(path: str) -> list[TheirSetting]:
     try:
         root = yaml.compose(text.replace("\t", "  ") if path.endswith(".json") else text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
-        why = str(getattr(error, "problem", "") or error)
-        raise UsageError(f"{_place(error, path)}: neither YAML nor JSON", why) from None
+        raise UsageError(f"{_place(error, path)}: neither YAML nor JSON", _problem(error)) from None
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: no settings in it", "keys and values are wanted")
     leaves = list(_leaves(root, "", path, text.splitlines(), yaml))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read settings from a checkpoint: the shape of its model, and its tokenizer. Needs no torch.
 
---use-checkpoint-args does this, as in Megatron-LM, and so does --finetune if no shape is given. Settings given on the
-command line or in a file override the checkpoint's, and are compared with them when it is loaded.
+--use-checkpoint-args does this, as in Megatron-LM, and so do --finetune and --pretrained-checkpoint if no shape is given.
+Settings given on the command line or in a file override the checkpoint's, and are compared with them when it is loaded.
 """
 
 import os
@@ -12,12 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import DataError, SettingsError, no_such_file
+from megatron.errors import CheckpointError, DataError, SettingsError, no_folder, no_such_file
 from megatron.settings.declare import ON_RESUME, dashed
 from megatron.settings.dialects.hints import as_overrides
 from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
-from megatron.settings.schema import GROUPS, from_record
+from megatron.settings.schema import GROUPS, Config, TokenizerSettings, from_record
 from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import UrlPath, location
@@ -67,6 +67,53 @@ def found_record(folder: Optional[str], step: Optional[int] = None) -> Optional[
         return saved_record(folder, step)[1] if folder else None
     except (Damaged, OSError):
         return None
+
+
+def checkpoint_record(folder: Optional[str], step: Optional[int] = None) -> Optional[dict[str, Any]]:
+    """`found_record`. Raises CheckpointError for a model of another format, and says how to convert it."""
+    record = found_record(folder, step)
+    place = None if record or folder is None else location(str(folder))
+    if place and (place / "config.json").exists() and not (place / "index.json").exists():
+        raise CheckpointError(
+            f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+            do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
+        )
+    if place and (problem := foreign_format(place)):
+        raise CheckpointError(problem)
+    return record
+
+
+def pretrained_record(start: str, save: Optional[str]) -> dict[str, Any]:
+    """The record of `--pretrained-checkpoint`. Raises CheckpointError if there is none, SettingsError if it is `--save`."""
+    record = checkpoint_record(start)
+    if record is None:
+        found = no_folder(location(start))
+        do = "files of Paddle (.pdparams) are not read: give a folder that a training saved, or from-hf wrote"
+        raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found, do)
+    refuse_same(start, save)
+    return record
+
+
+def refuse_same(start: Optional[str], save: Optional[str]) -> None:
+    """Raise SettingsError if a run would save into the folder of the pretrained model."""
+    if save is not None and os.path.realpath(str(save)) == os.path.realpath(str(start)):
+        raise SettingsError(
+            f"--save {save} holds the model that the run begins with",
+            "its checkpoints would stand among those of this run, and --load would find the newest",
+            "give the run a folder of its own",
+        )
+
+
+def from_pretrained(config: Config) -> Config:
+    """The settings with --pretrained-checkpoint as --load, while there is no checkpoint to resume from.
+
+    Raises as `pretrained_record` does.
+    """
+    settings = config.checkpoint
+    if settings.load is not None and found_record(settings.load, settings.ckpt_step) is not None:
+        return config
+    pretrained_record(settings.pretrained_checkpoint, settings.save)
+    return config.derive("--pretrained-checkpoint", load=settings.pretrained_checkpoint)
 
 
 def megatron_format_problem(folder: Path | UrlPath) -> Optional[str]:
@@ -208,6 +255,26 @@ def refuse_uncompressed(expected: Iterable[Compressed], chosen: Mapping[str, Sta
             raise SettingsError(
                 f"{place} is not {one.what}, and {one.where} is on", why, f"--load {do}; or -o {one.switch}=False"
             )
+
+
+def tokenizer_of_checkpoint(folder: str, given: Mapping[str, Any]) -> TokenizerSettings:
+    """The tokenizer of the newest checkpoint of a folder. given: settings of the command line, which come first
+
+    Raises CheckpointError if there is none, SettingsError for a run of numbers, DataError if its files are gone.
+    """
+    try:
+        _, record = saved_record(folder)
+    except (Damaged, OSError) as error:
+        of_transformers = Path(folder, "config.json").is_file()
+        do = f"--tokenizer-model {folder} reads the tokenizer of such a folder" if of_transformers else None
+        raise CheckpointError(f"--load {folder}: {error}", do=do) from None
+    refuse_lost(record, "tokenizer", set(given))
+    own = {name: value for name, value in located(record).get("tokenizer", {}).items() if value is not None}
+    if not any(own.get(name) for name in FILES) and not given:
+        raise SettingsError(
+            f"--load {folder}: the run had no tokenizer", do="give one: --tokenizer-model, --vocab-file"
+        )
+    return TokenizerSettings(**own).overridden(given)
 
 
 def settings_of_shape(groups: Mapping[str, type]) -> dict[str, str]:

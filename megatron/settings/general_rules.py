@@ -257,7 +257,11 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.dp_degree and s.world % s.model_ranks == 0 and s.dp_degree * s.sharding_ranks != s.dp,
+        lambda s: (
+            s.dp_degree
+            and s.world % s.model_ranks == s.dp % s.sharding_ranks == 0  # else the size itself is refused
+            and s.dp_degree * s.sharding_ranks != s.dp
+        ),
         lambda s: (
             f"--dp-degree {s.dp_degree} is not what there is: it counts replicas outside sharding, and "
             f"{ranks_in_words(s.world)} / (mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x "
@@ -270,7 +274,9 @@ RULES = (
     Rule(
         lambda s: s.sharding_degree and s.dp % s.sharding_degree and not (alone(s) and s.model_ranks > 1),
         lambda s: (
-            f"--sharding-degree {s.sharding_degree} does not divide the data parallel size {s.dp}; nearest: "
+            too_few(s, said(s, "sharding_degree"), ranks_needed(s))
+            if alone(s)
+            else f"--sharding-degree {s.sharding_degree} does not divide the data parallel size {s.dp}; nearest: "
             f"{either(divisors(s.dp, s.sharding_degree))}{start_them(s, ranks_needed(s))}"
         ),
     ),

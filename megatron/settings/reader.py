@@ -23,11 +23,13 @@ from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset
 from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.storage import hub
+from megatron.storage.urls import location
 
 IMPORT = "python -m megatron.tools.checkpoint from-hf hf://{} DIR, then --load DIR --finetune"  # a model of the hub
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
 # Settings of the model that a checkpoint decides. A command that loads one compares them with it.
 SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in ON_RESUME[:2]}
+SIZES = {"num_layers", "hidden_size", "num_attention_heads"}  # those without a default
 
 REPLACES = declared("replaces", schema.Data)  # a setting that names data -> those whose place it takes
 
@@ -208,7 +210,8 @@ class SettingsReader:
         name = str(chosen.value)
         values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
-            what = f"neither a folder nor a known shape ({', '.join(NAMES)}){nearest(name)}"
+            known = nearest(name) or f" ({', '.join(NAMES)})"
+            what = f"neither a folder nor a known shape{known}"
             if named := hub.hint(name.removeprefix(hub.SCHEME), IMPORT):
                 what = f"no such folder{nearest(name)}{' (the shape alone)' * bool(nearest(name))}; {named}"
             self.problems.append(f"{chosen.words}: {what}")
@@ -328,25 +331,46 @@ class SettingsReader:
         return plan
 
     def read_checkpoint(self, groups: Mapping[str, type], starts_from: tuple[str, ...] = ()) -> None:
-        """Read the checkpoint for `--use-checkpoint-args`, or `--finetune` without a shape: it fills what is not given.
+        """Read the checkpoint for `--use-checkpoint-args`, or without a shape for `--finetune` and
+        `--pretrained-checkpoint`: it fills what is not given.
 
         starts_from: other model types that --finetune begins with
         """
         chosen = self.chosen()
         values = {name: one.value for name, one in chosen.items()}
-        lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
-        asked = values.get("use_checkpoint_args")
-        if asked and lacks_shape and "load" not in values:
+        lacks_shape = not SIZES <= set(chosen)
+        asked, start = values.get("use_checkpoint_args"), values.get("pretrained_checkpoint")
+        if asked and lacks_shape and not {"load", "pretrained_checkpoint"} & set(values):
             self.problems.append("--use-checkpoint-args needs --load: there is no checkpoint to take them from")
-        if not self.trains or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
+        if not self.trains:
+            return
+        folder, step = values.get("load"), values.get("ckpt_step")
+        if start is not None and self._begins_with(str(start), values):
+            folder, step, values["finetune"] = start, None, True
+        if folder is None or not (asked or lacks_shape):
             return
         # Imported here: it needs packages that may be missing, which `run_main` reports.
-        from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
+        from megatron.settings.from_checkpoint import (
+            Damaged,
+            megatron_format_problem,
+            pretrained_record,
+            saved_record,
+            settings_of_shape,
+            shape_of,
+        )
 
+        if not (asked or start is not None or values.get("finetune")):
+            if problem := megatron_format_problem(location(str(folder))):
+                self.problems.append(f"{chosen['load'].words}: {problem}, then --load OUT --finetune")
+            return
+
+        if lacks_shape and folder == start:
+            pretrained_record(start, values.get("save"))
         by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
-        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else "--finetune"
+        source = "--pretrained-checkpoint" if start is not None else "--finetune"
+        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else source
         try:
-            where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
+            where, record = saved_record(str(folder), step)
         except (Damaged, OSError) as error:
             if lacks_shape:  # otherwise the run has not saved yet, and loading reports what is wrong
                 self.problems.append(f"{origin}: no shape of a model can be taken from --load: {error}")
@@ -366,6 +390,16 @@ class SettingsReader:
         rank = shape.get("lora_rank")
         adapters = f", its adapters (--lora-rank {rank}), which this run continues to train" if rank else ""
         self.notes.append(f"the shape of the model{adapters}, and its tokenizer, are those of {where} ({origin})")
+
+    def _begins_with(self, start: str, values: Mapping[str, Any]) -> bool:
+        """Whether a run begins with `--pretrained-checkpoint`, as --load has nothing to resume from; says so then."""
+        from megatron.settings.from_checkpoint import checkpoint_record
+
+        if checkpoint_record(values.get("load"), values.get("ckpt_step")) is not None:
+            return False
+        begun = dict(finetune=True) | ({} if "load" in values else dict(load=start))
+        self.say(begun, SaidBy.PRESET, "--pretrained-checkpoint")
+        return True
 
     def print_notes(self) -> None:
         """Print the notes, once per job."""

@@ -132,7 +132,9 @@ def too_few(s: SimpleNamespace, sizes: str, ranks: int) -> str:
 
 
 def start_them(s: SimpleNamespace, ranks: int) -> str:
-    """The end of a message about missing ranks: how to start them."""
+    """The end of a message about missing ranks: how to start them, or to plan for them."""
+    if ranks > 1 and s.world == 1 and s.dry_run and not s.world_size:
+        return f"; to plan for them: --world-size {ranks}"
     return f"; start them: {launch_command(ranks)}" if alone(s) and ranks > 1 else ""
 
 

@@ -15,14 +15,12 @@ turn ends at `--then`; a file and a preset belong to the turn that names them.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Optional
 
-from megatron.errors import Failure
 from megatron.settings.declare import dashed
 
 
@@ -126,22 +124,11 @@ def in_users_words(text: str, said: Mapping[str, Statement]) -> str:
     return "\n".join("".join(parts) for parts in parted)
 
 
-@contextmanager
-def failing_in_users_words(said: Mapping[str, Statement]) -> Iterator[None]:
-    """Put the failures that are raised inside into the user's words."""
-    try:
-        yield
-    except Failure as failure:
-        failure.what = in_users_words(_placed(failure.what, said), said)
-        failure.why = failure.why and in_users_words(failure.why, said)
-        raise
-
-
-def _placed(text: str, said: Mapping[str, Statement]) -> str:
+def placed(text: str, said: Mapping[str, Statement]) -> str:
     """A message that begins with a path, after the place of the setting that names it: a file, or -o.
 
     >>> data = Statement("data_path", ["d/x"], SaidBy.FILE, where="run.yaml:3: Data.input_dir")
-    >>> _placed("d/x.idx: no such file", dict(data_path=data))
+    >>> placed("d/x.idx: no such file", dict(data_path=data))
     'run.yaml:3: Data.input_dir: d/x.idx: no such file'
     """
     for one in said.values():

@@ -32,7 +32,7 @@ from megatron.tasks import finetune_start
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
 from megatron.tasks.finetune_rules import LENGTHS, no_token_files
-from megatron.tasks.finetune_start import beginning, drop_said_otherwise, from_pretrained
+from megatron.tasks.finetune_start import beginning, drop_said_otherwise
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, find_template, template_folders
 from megatron.training.hooks import Hook
@@ -203,7 +203,7 @@ def normalize_chat_config(config: Config) -> Config:
     if paths:
         files = _files_of(paths, settings)
         config = config.derive("--data-path", data_path=None, **files)
-    return from_pretrained(config, settings.pretrained_checkpoint)
+    return config
 
 
 def _files_of(paths: list[str], settings: ChatSettings) -> dict[str, list[str]]:

@@ -29,9 +29,6 @@ class ChatSettings:
     )
     valid_data: Optional[list[str]] = setting("files that are evaluated", None, on_resume="logged")
     test_data: Optional[list[str]] = setting("files that are evaluated at the end", None, on_resume="logged")
-    pretrained_checkpoint: Optional[str] = setting(
-        "folder of the checkpoint whose weights a run begins with; --load resumes a run", None, on_resume="logged"
-    )
     chat_template: Optional[str] = setting(
         "Jinja file, or a name: chatml, plain, qwen3 (default: the template in the model's folder or the tokenizer's)",
         None,

@@ -18,7 +18,7 @@ from megatron.tasks.backbones import (
     trunk_rules,
 )
 from megatron.tasks.finetune_rules import TASK_IDLE, TASK_RULES, backbone_of, finds_words, pooling_of
-from megatron.tasks.finetune_start import MODEL_TYPE, defaults, from_pretrained, groups
+from megatron.tasks.finetune_start import MODEL_TYPE, defaults, groups
 from megatron.tasks.settings import GROUP, LM_LOSS, LOSS, examples_of, open_task, said_in_full, task_settings
 
 
@@ -56,7 +56,6 @@ def normalize_task_config(config):
     if data.data_path:
         task_data = settings.task_data or " ".join(data.data_path)
         config = config.derive("--data-path", data_path=None, task_data=task_data)
-    config = from_pretrained(config, settings.pretrained_checkpoint)
     settings, name = task_settings(config), settings.backbone
     if name not in BACKBONES:
         return config

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of fine-tuning that follow from the task, and from the checkpoint that a run resumes or starts from."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
 from megatron.model.recipe import SCRIPTS
-from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
+from megatron.settings.from_checkpoint import checkpoint_record, pretrained_record, refuse_same, shape_of
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
-from megatron.storage.urls import location
 from megatron.tasks.backbones import BACKBONES, DEFAULT, find_backbone, half_of, saved_shape, shape_groups
 from megatron.tasks.description import FLEETX, find_task
 from megatron.tasks.finetune_rules import LENGTHS
@@ -89,7 +87,7 @@ def beginning(
     resumes: the record of --load -> whether it is of a run like this one, which goes on
     """
     load, start = said("load"), said("pretrained_checkpoint")
-    record = _record(load, said("ckpt_step"))
+    record = checkpoint_record(load, said("ckpt_step"))
     if record is not None and resumes(record):
         return record, {}
     if record is not None:
@@ -98,16 +96,10 @@ def beginning(
                 f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to resume",
                 do=f"leave --load out (--pretrained-checkpoint {start} is what the run begins with)",
             )
-        _refuse_same(load, said("save"))
+        refuse_same(load, said("save"))
         return record, dict(finetune=True)
     if start is not None:
-        record = _record(start, None)
-        if record is None:
-            found = "" if location(start).is_dir() else "there is no such folder"
-            do = "files of Paddle (.pdparams) are not read: give a folder that pretrain_gpt.py saved, or from-hf wrote"
-            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found or None, do)
-        _refuse_same(start, said("save"))
-        return record, dict(load=start, finetune=True)
+        return pretrained_record(start, said("save")), dict(load=start, finetune=True)
     shapes = ("num_layers", "encoder_num_layers", "model_name_or_path")
     if all(said(name) is None for name in shapes):
         do = "--load CHECKPOINTS, or the shape of a model that begins with random weights"
@@ -118,38 +110,6 @@ def beginning(
             )
         raise UsageError("there is no model to fine-tune", do=do)
     return None, {}
-
-
-def from_pretrained(config, start: Optional[str]):
-    """The settings with --pretrained-checkpoint as --load, while there is no checkpoint to resume from."""
-    load = config.checkpoint.load
-    if start is not None and load is not None and _record(load, config.checkpoint.ckpt_step) is None:
-        return config.derive("--pretrained-checkpoint", load=start)
-    return config
-
-
-def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
-    """Raise SettingsError if a run would save into the folder of the pretrained model."""
-    if save is not None and os.path.realpath(str(save)) == os.path.realpath(str(start)):
-        raise SettingsError(
-            f"--save {save} holds the model that the run begins with",
-            "its checkpoints would stand among those of this task, and --load would find the newest",
-            "give the run a folder of its own",
-        )
-
-
-def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, Any]]:
-    """The record of a folder's checkpoint; None if there is no valid one, which loading reports."""
-    record = found_record(folder, step)
-    place = None if record or folder is None else location(str(folder))
-    if place and (place / "config.json").exists() and not (place / "index.json").exists():
-        raise CheckpointError(
-            f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
-            do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
-        )
-    if place and (problem := foreign_format(place)):
-        raise CheckpointError(problem)
-    return record
 
 
 def _type(record: dict[str, Any]) -> str:

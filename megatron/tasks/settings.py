@@ -37,9 +37,6 @@ class TaskSettings:
     test_data: Optional[list[str]] = setting(
         "files whose labels are predicted after training", None, on_resume="logged"
     )
-    pretrained_checkpoint: Optional[str] = setting(
-        "folder of the checkpoint whose weights a run begins with; --load resumes a run", None, on_resume="logged"
-    )
     backbone: str = setting(
         "what kind of model is below the head (default: that of the checkpoint)", DEFAULT, on_resume="another model"
     )

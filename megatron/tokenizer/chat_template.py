@@ -462,8 +462,14 @@ def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[
 
     Raises DataError if there is no such file, or it is no template; SettingsError if the vocabulary does not suit it.
     """
-    if file in TEMPLATES and not Path(file).exists():
+    if file in TEMPLATES and not Path(file).is_file():  # a folder of this name is a model, and no template
         return _named(file, folders, tokenizer)
+    if file and Path(file).is_dir():
+        inside = Path(file, FILE)
+        raise DataError(
+            f"--chat-template {file}: it is a folder",
+            do=f"give {inside if inside.is_file() else 'a file'}, or {' or '.join(TEMPLATES)}",
+        )
     if file and not Path(file).exists():
         raise DataError(
             f"--chat-template {file}: there is no file or template of this name{did_you_mean(file, TEMPLATES)}",

@@ -29,9 +29,10 @@ from megatron.model.recipe import facts_of
 from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.settings import rank_env
 from megatron.settings.declare import Count, idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import GROUPS, Config, Model, Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, failing_in_users_words, words_of
+from megatron.settings.statements import Statement, words_of
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from megatron.guard.job import check_shares, on_ranks
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.settings.statements import Statement, given_values, in_users_words, words_of
 from megatron.storage.durable import check_output
 
 

@@ -23,9 +23,10 @@ from megatron.inference.sampling import Sampling, Search
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.declare import idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
-from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.settings.statements import Statement, given_values, in_users_words, words_of
 from megatron.storage.urls import UrlPath, location
 
 

@@ -33,9 +33,10 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, declared, idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.settings.statements import Statement, given_values, in_users_words, words_of
 from megatron.storage import hub
 from megatron.storage.durable import check_output
 
@@ -384,7 +385,7 @@ def write(
     if settings.chat:
         from megatron.inference import chats
 
-        words = replace(loaded.config.tokenizer, **given_values(TokenizerSettings, given))
+        words = loaded.config.tokenizer.overridden(given_values(TokenizerSettings, given))
         folder = settings.load or settings.load_exported
         template = chats.template_of(loaded, tokenizer, words, folder, settings.chat_template)
         asked, apart = replace(asked, end=chats.ends_of(loaded, template)), "\n"

@@ -14,7 +14,6 @@ SIGTERM, SIGHUP and SIGQUIT are forwarded too, and ranks that do not end are kil
 """
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -44,7 +43,7 @@ from megatron.errors import (
     run_main,
 )
 from megatron.guard import processes
-from megatron.guard.command import config_of, value_of
+from megatron.guard.command import config_of, file_of, trains, value_of
 from megatron.guard.exits import FOR_ANOTHER, judge, to_shell
 from megatron.guard.node_rendezvous import NodeRendezvous
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> None:
         quiet()
     args = parse(torchrun.get_args_parser(), argv)
     os.environ.setdefault(COMMAND, module_command(argv, MODULE))  # a supervisor's comes first
-    args.training_script_args = saving_at_sigterm(args.training_script, args.training_script_args)
+    args.training_script_args = saving_at_sigterm(args.training_script, args.training_script_args, args.module)
     with files_of(args) as kept:
         job = Launch(args)
         try:
@@ -180,10 +179,8 @@ def script_of(script: str) -> str:
     """The path of a script: here, or of an entry script that is installed (finetune.py in any folder)."""
     if Path(script).is_file():
         return script
-    name = script.removesuffix(".py")
-    found = importlib.util.find_spec(name) if name != script and name.isidentifier() else None
-    if found and found.origin and trains(Path(found.origin)):
-        return found.origin
+    if trains(script):
+        return str(file_of(script))
     from megatron.settings.dialects.commands import here_for
 
     scripts = [str(path) for path in Path(script).parent.glob("*.py")]
@@ -192,19 +189,14 @@ def script_of(script: str) -> str:
     raise UsageError(f"{script}: no such script{near}")
 
 
-def saving_at_sigterm(script: str, words: list[str]) -> list[str]:
+def saving_at_sigterm(script: str, words: list[str], is_module: bool = False) -> list[str]:
     """The flags of a training of this suite with --exit-signal-handler, unless they say something about it.
 
     So SIGTERM to the launcher saves, as Ctrl-C does: it comes from `kill`, systemd, docker stop and schedulers. A training
-    is a script that imports `megatron.entry`: those of the suite, and a user's own.
+    is a script or module that imports `megatron.entry`: those of the suite, and a user's own.
     """
     said = any("exit-signal-handler" in word.replace("_", "-") for word in words)
-    return [*words, "--exit-signal-handler"] if trains(Path(script)) and not said else words
-
-
-def trains(path: Path) -> bool:
-    """Whether a file is a training script of this suite, or a user's own."""
-    return path.suffix == ".py" and path.is_file() and b"megatron.entry" in path.read_bytes()
+    return [*words, "--exit-signal-handler"] if trains(script, is_module) and not said else words
 
 
 def instead_of(flag: str, argv: list[str]) -> str:

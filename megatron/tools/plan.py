@@ -23,9 +23,9 @@ from megatron.model.command_line import parse_with_options
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env, schema
 from megatron.settings.declare import Count, Natural, Needs, Positive, declared, idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse, said
 from megatron.settings.schema import setting
-from megatron.settings.statements import failing_in_users_words
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,9 @@ def main(argv: list[str]) -> None:
         rank_env.print_notes(own + idle_flags(config.batch, config.statements, BATCH, mode=asked.mode))
         if asked.mode == "inference" and (idle := _of_training(config)):
             print(f"note: of training, and without effect on --mode inference: {', '.join(idle)}", file=sys.stderr)
-        (_serve if asked.mode == "inference" else _search)(config, asked)
+        if asked.mode == "inference":
+            return _serve(config, asked)
+        _search(_with_batch(config), asked)
 
 
 def _with_shape(argv: list[str]) -> list[str]:
@@ -145,6 +147,21 @@ def _with_shape(argv: list[str]) -> list[str]:
         _, record = saved_record(str(given["load"].value), given["ckpt_step"].value if "ckpt_step" in given else None)
         argv += [] if "model_type" in given else ["--model-type", record["config"]["model"].get("model_type", "GPT")]
     return argv
+
+
+TOKENS = 1 << 22  # of a step, if no batch is given: 4 M, as for the Llamas
+
+
+def _with_batch(config: schema.Config) -> schema.Config:
+    """The settings with a batch of TOKENS, a multiple of the ranks, if nothing says how large it is."""
+    said = ("global_batch_size", "max_global_batch_size", "local_batch_size", "gradient_accumulation_steps")
+    if {"rampup_batch_size", *said} & set(config.given_words):
+        return config
+    ranks, length = config.planner.world_size or 1, config.model.seq_length
+    samples = -(-max(1, TOKENS // length) // ranks) * ranks
+    about = "no batch is given: 4 M tokens a step are assumed, as for the Llamas"
+    print(f"note: {about} (--global-batch-size {samples})", file=sys.stderr)
+    return config.derive("4 M tokens a step", global_batch_size=samples)
 
 
 def _of_training(config: schema.Config) -> list[str]:

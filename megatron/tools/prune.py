@@ -30,9 +30,10 @@ from megatron.model.pruning import (
 )
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, dashed, idle_flags
+from megatron.settings.dialects.hints import as_overrides, failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
-from megatron.settings.statements import Statement, failing_in_users_words
+from megatron.settings.statements import NONE, Statement
 from megatron.storage.urls import UrlPath, location
 
 TEXT = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)
@@ -106,7 +107,7 @@ def pruned(
         return prune.plan(network, sizes, found, targets.prune_layers)
 
     source = newest(location(options.load), options.ckpt_step)
-    return lines_of(*prune.prune(source, location(options.save), plan), how.prune_criterion)
+    return lines_of(*prune.prune(source, location(options.save), plan), how.prune_criterion, given)
 
 
 def by_text(network, source, options: ToolOptions, criterion: str, sizes: ModelSizes) -> Any:
@@ -150,8 +151,8 @@ def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Stateme
         rank_env.print_notes(idle_flags(group, given, **(vars(how) if group is options else {})))
 
 
-def lines_of(path, before, found, criterion: str) -> list[str]:
-    """What a `prune.Network` has lost to a `prune.SmallerModel`, in words."""
+def lines_of(path, before, found, criterion: str, given: Mapping[str, Statement] = NONE) -> list[str]:
+    """What a `prune.Network` has lost to a `prune.SmallerModel`, in words, and how to fine-tune it."""
     after = before.with_model(found.model)
     old, new = ModelSizes.of(before.model), ModelSizes.of(found.model)
     names = unit_words(before.model)
@@ -171,12 +172,13 @@ def lines_of(path, before, found, criterion: str) -> list[str]:
     if old.layers != new.layers:
         gone = sorted(set(range(old.layers)) - set(found.layers.values()))
         lines.append(f"  layers that went: {' '.join(map(str, gone))}")
-    return [
-        *lines,
-        "optimizer state is left out: its moments belong to the larger model",
-        f"fine-tune it with --load {path.parent} --finetune --use-checkpoint-args, or --finetune and its sizes: "
-        + " ".join(f"{dashed(name)} {value}" for name in SHAPE if (value := getattr(found.model, name)) is not None),
-    ]
+    sizes = {name: value for name in SHAPE if (value := getattr(found.model, name)) is not None}
+    own = {name: as_overrides([(given.get(name), value)]) for name, value in sizes.items()}
+    words = " ".join(own[name] or f"{dashed(name)} {value}" for name, value in sizes.items())
+    how = f"--load {path.parent} --finetune --use-checkpoint-args, or --finetune and its sizes: {words}"
+    if any(own.values()):  # the file of another suite has the sizes of the larger model
+        how = f"the same -c, --load {path.parent} --finetune and its sizes: {words}"
+    return [*lines, "optimizer state is left out: its moments belong to the larger model", f"fine-tune it with {how}"]
 
 
 if __name__ == "__main__":

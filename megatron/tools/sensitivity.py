@@ -26,9 +26,9 @@ from megatron.model.pruning import Criterion, ModelSizes
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, declared, idle_flags
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Model, Parallel, setting
-from megatron.settings.statements import failing_in_users_words
 from megatron.storage.durable import check_output
 from megatron.telemetry.drawing import INK, new_figure, plain, svg_of
 from megatron.tools import evaluate

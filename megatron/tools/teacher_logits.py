@@ -18,9 +18,10 @@ from megatron.errors import DataError, SettingsError, run_main
 from megatron.guard.job import on_ranks
 from megatron.settings import rank_env
 from megatron.settings.declare import dashed
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, Parallel, TokenizerSettings, setting
-from megatron.settings.statements import failing_in_users_words, given_values
+from megatron.settings.statements import given_values
 from megatron.storage.urls import location
 from megatron.telemetry.figures import size as in_units
 

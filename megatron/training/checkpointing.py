@@ -336,6 +336,12 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
         return []
     if same_place(settings.load, settings.save):
         later = all_gather_object([step for step in checkpoints(location(settings.save)) if step > iteration])[0]
+        if later and settings.finetune and not config.batch.skip_train:
+            raise CheckpointError(
+                f"--save {settings.save} holds checkpoints, up to iteration {max(later)}, and --finetune starts anew",
+                f"this run starts at iteration {iteration}: its checkpoints would be mixed with them",
+                f"{_resuming(settings, settings.save)} resumes that run; otherwise give another --save",
+            )
         listed = ", ".join(map(str, later[:8])) + ", ..." * (len(later) > 8)
         return [
             f"--save {settings.save} holds later checkpoints, which this run does not continue (iterations {listed}): it "
@@ -350,9 +356,17 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
             raise CheckpointError(
                 f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
                 f"this run starts at iteration {iteration}: its checkpoints would be mixed with them",
-                f"--load {folder} resumes that run; otherwise give another {flag}, or move them away",
+                f"{_resuming(settings, folder)} resumes that run; otherwise give another {flag}, or move them away",
             )
     return []
+
+
+def _resuming(settings: schema.Checkpoint, folder: str) -> str:
+    """The words with which the same command resumes the run of a folder. Its shape may come from where it began."""
+    begun = " --finetune false --use-checkpoint-args, after the words of this command," * (
+        settings.finetune and not settings.pretrained_checkpoint
+    )
+    return f"--load {folder}{begun}"
 
 
 def earlier_wandb_run(settings: schema.Checkpoint, record: dict[str, Any]) -> Optional[str]:

@@ -171,8 +171,9 @@ class Hooks:
         """Add a hook. Raises SettingsError if it is not a valid one."""
         if not isinstance(hook, Hook):
             raise SettingsError(
-                f"hook {name} is {hook!r}",
-                do="give a subclass of megatron.training.hooks.Hook: docs/extending.md#a-hook",
+                f"hook {name} is no Hook",
+                do=f"write class {name.rpartition(':')[2]}(Hook), after from megatron.training.hooks import Hook "
+                "(docs/extending.md#a-hook)",
             )
         methods = [method for method in dir(hook) if method.startswith(("before_", "after_"))]
         for method in methods:

@@ -80,6 +80,19 @@ def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(ru
     checkpointing.check_later_checkpoints(of(command), 0, alone)
 
 
+def test_a_run_that_starts_anew_does_not_save_among_its_own_checkpoints(run, tmp_path):
+    """--finetune --load X --save X: the next load would take the highest number, which is the old run's."""
+    run(tmp_path / "own", [1, 2])
+    own = str(tmp_path / "own")
+    settings = schema.Checkpoint(load=own, save=own, finetune=True)
+    of = lambda skip: SimpleNamespace(checkpoint=settings, batch=SimpleNamespace(skip_train=skip))
+    with pytest.raises(CheckpointError, match="holds checkpoints, up to iteration 2, and --finetune starts") as refused:
+        checkpointing.check_later_checkpoints(of(False), 0, alone)
+    assert f"--load {own} --finetune false --use-checkpoint-args" in refused.value.do
+    assert checkpointing.check_later_checkpoints(of(False), 2, alone) == []
+    assert checkpointing.check_later_checkpoints(of(True), 0, alone) == []  # an evaluation saves nothing
+
+
 def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):
     run(tmp_path / "copy", [1])
     (tmp_path / "copy" / "iter_0000001" / "index.json").write_text("torn")

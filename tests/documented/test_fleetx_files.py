@@ -10,11 +10,13 @@ import pytest
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.pruning import PruningOptions, TargetSizes
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings.dialects.fleetx_files import read
 from megatron.settings.dialects.fleetx_keys import purpose_of, translate_entries
 from megatron.settings.parse import parse
 from megatron.settings.rules import range_problem
 from megatron.tools import prune, translate
+from megatron.tools.benchmark_inference import BenchmarkOptions
 from tests.documented.test_fleetx_words import Read, a_file
 
 HERE = Path(__file__).parent / "others"
@@ -157,10 +159,11 @@ FILES = {  # (page, their program) -> a file of that page
     ("inference", "tools/export"): "generation_qat_gpt_345M_single_card.yaml",
     ("auto_parallel", "tools/auto_export"): "auto/generation_gpt_345M_mp2.yaml",
     ("inference", "projects/gpt/inference"): "inference_gpt_345M_single_card.yaml",
+    ("inference", "projects/gpt/benchmark"): "inference_gpt_345M_single_card.yaml",
     ("quantization_aware_training", "tools/train"): "qat_gpt_345M_single_card.yaml",
     ("structured_pruning", "tools/train"): "prune_gpt_345M_single_card.yaml",
 }
-OURS = {"pretrain_gpt.py": "train", "finetune.py": "task"} | {
+OURS = {"pretrain_gpt.py": "train", "finetune.py": "task", "megatron.tools.benchmark_inference": "measure"} | {
     f"megatron.tools.{tool}": purpose
     for tool, purpose in dict(evaluate="evaluate", generate="generate", export="export", prune="prune").items()
 }
@@ -168,8 +171,11 @@ OURS = {"pretrain_gpt.py": "train", "finetune.py": "task"} | {
 
 def problems_of(command: str, file: str) -> list[str]:
     """What is wrong with the words of a documented command of ours."""
-    words = shlex.split(re.sub(r"\bF\b", file, command).replace("_degree N", "_degree 8"))
+    words = shlex.split(re.sub(r"\bF\b", file, command).replace(" N", " 8"))
     place = next(n for n, word in enumerate(words) if word in OURS)
+    if OURS[words[place]] == "measure":
+        parse(words[place + 1 :], dict(benchmark=BenchmarkOptions, quantize=QuantizeOptions))
+        return []
     if OURS[words[place]] == "prune":
         parse(words[place + 1 :], dict(tool=prune.ToolOptions, prune=PruningOptions, targets=TargetSizes))
         return []

@@ -10,7 +10,9 @@ import pytest
 
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.changes import refuse_another_model
-from megatron.planner.choose import _global_batch
+from megatron.planner.choose import _global_batch, space_of
+from megatron.planner.target import cluster_of
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import evaluate, export, generate
 from megatron.tools import translate as tool
@@ -315,9 +317,48 @@ def test_the_checkpoint_that_is_missing_has_their_name(translated, capsys):
 def test_the_batch_that_a_search_needs_has_their_name(translated):
     own = "--num-layers=2 --hidden-size=8 --num-attention-heads=2 --seq-length=8 --train-iters=2".split()
     for words, named in ((["-c", "tiny.yaml"], True), (own, False)):
+        config = parse_pretrain([*words, "--mock-data", "--vocab-size", "100", "--lr", "1e-3"])
         with pytest.raises(SettingsError, match="needs to know the batch") as told:
-            _global_batch(parse_pretrain([*words, "--mock-data", "--vocab-size", "100", "--lr", "1e-3"]))
+            with failing_in_users_words(config.statements):
+                _global_batch(config)
         assert ("-o Global.global_batch_size=N" in str(told.value)) is named
+
+
+@pytest.mark.parametrize(
+    "words, batch",
+    [("Distributed.sharding.sharding_degree=4", 8), ("Distributed.mp_degree=2", 4), ("Distributed.dp_degree=2", 4)],
+)
+def test_a_search_takes_the_batch_that_the_file_has(translated, words, batch):
+    """local_batch_size 2 of 4 ranks: 2 x 4 where each has its own samples, 2 x 2 where two share them."""
+    own = (
+        f"-c tiny.yaml -o Distributed.mp_degree=1 -o Distributed.pp_degree=1 -o {words} --auto-parallel --world-size 4"
+    )
+    config = parse_pretrain(
+        [*own.split(), "--dry-run", "--mock-data", "--vocab-size", "100", "--device-name", "A100-80GB"]
+    )
+    assert space_of(config, cluster_of(config, {})[0]).global_batch == batch
+
+
+@pytest.mark.parametrize(
+    "do, added",
+    [
+        (
+            "--load ./output resumes that run; otherwise give another --save, or move them away",
+            "-o Engine.save_load.ckpt_dir=./output, -o Engine.save_load.output_dir=...",
+        ),
+        ("use --device cpu, or check the driver", "-o Global.device=cpu"),
+        ("lower --micro-batch-size or --workers", "-o Global.micro_batch_size=..."),
+        ("copy it again", ""),
+    ],
+)
+def test_what_to_do_is_said_in_their_words(translated, do, added):
+    for words, named in ((["-c", "tiny.yaml"], True), (["--num-layers", "2", *OTHERS_OF_SHAPE], False)):
+        with pytest.raises(SettingsError) as told, failing_in_users_words(parse_pretrain(words).statements):
+            raise SettingsError("wrong", do=do)
+        assert told.value.do == do + (f" (of a PaddleFleetX file: {added})" if named and added else "")
+
+
+OTHERS_OF_SHAPE = "--hidden-size 8 --num-attention-heads 2".split()
 
 
 def test_another_shape_in_the_checkpoint_is_told_in_their_words(translated):

@@ -3,6 +3,7 @@
 
 import json
 import random
+import shlex
 import textwrap
 import traceback
 from statistics import NormalDist
@@ -19,13 +20,13 @@ from megatron.guard import changes, command
 from megatron.guard.beat_files import Beat
 from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.resume_command import newest_checkpoint, resumed
+from megatron.guard.resume_command import COMMAND, newest_checkpoint, resume_command, resumed
 from megatron.guard.spikes import ENOUGH, Recent, robust_score
 from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
 from megatron.planner import replan
-from megatron.settings.schema import from_record
+from megatron.settings.schema import Checkpoint, from_record
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -428,6 +429,49 @@ def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
     assert resumed(words, str(tmp_path / "full"), (None, "rclone copy {} x")) == words
     again = resumed(words, str(tmp_path / "full"), (str(tmp_path), "rclone copy {} x"))
     assert command.config_of(again).checkpoint.load == str(tmp_path)
+
+
+MODULES = ["-m pretrain_gpt", "-m finetune", "-m megatron.tools.launch --nproc-per-node 2 -m pretrain_gpt"]
+MODULES += ["-m pretrain_t5", "finetune.py", "-m torch.distributed.run --nproc-per-node 2 finetune.py"]
+
+
+@pytest.mark.parametrize("start", MODULES)
+def test_a_training_is_known_by_its_module_too(start, tmp_path, monkeypatch):
+    """From any folder, as `python -m` finds it: the job goes on from its own checkpoint, and no longer fine-tunes."""
+    monkeypatch.chdir(tmp_path)
+    own = f"--load a --save {tmp_path} --finetune --mock-data --train-iters 5".split()
+    words = ["python", *start.split(), *own]
+    at = command.script_at(words)
+    assert (words[at], words[at + 1 :]) == (start.split()[-1], own)
+    assert command.ranks_of(words) == (2 if "nproc" in start else 1)
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "iter_0000002" / "index.json").touch()
+    monkeypatch.setenv(COMMAND, shlex.join(words))
+    monkeypatch.delenv("RESUME_COMMAND", raising=False)
+    again = shlex.split(resume_command(Checkpoint(load="a", save=str(tmp_path), finetune=True)))
+    assert again[: at + 1] == words[: at + 1] and "a" not in again
+    assert (command.value_of(again, "--load"), command.value_of(again, "--finetune")) == (str(tmp_path), "false")
+    assert "--use-checkpoint-args" in again  # the shape is the checkpoint's
+
+
+def test_the_settings_of_a_job_are_those_of_its_modules_recipe():
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --mock-data --vocab-size 90 --lr 1 --train-iters 5"
+    for start, model_type, more in (
+        ("-m pretrain_gpt", "GPT", ""),
+        ("-m pretrain_t5", "T5", "--encoder-seq-length 32 --decoder-seq-length 16"),
+        ("pretrain_bert.py", "BERT", ""),
+        ("-m finetune", "megatron.tasks.chat", "--task chat"),
+        ("finetune.py", "finetune", "--task SST2"),
+    ):
+        config = command.config_of(f"python {start} {shape} {more}".split())
+        assert config is not None and config.model.model_type == model_type, start
+
+
+def test_the_command_of_a_script_of_unknown_name_goes_on_too(monkeypatch):
+    monkeypatch.setenv(COMMAND, "python own.py --finetune --load a --save b")
+    monkeypatch.delenv("RESUME_COMMAND", raising=False)
+    again = resume_command(Checkpoint(load="a", save="b", finetune=True))
+    assert again == "python own.py --finetune --load a --save b --load b --finetune false --use-checkpoint-args"
 
 
 def test_scripts_of_ones_own_are_not_run_to_ask_what_they_run(root, tmp_path):

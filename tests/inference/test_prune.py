@@ -25,6 +25,7 @@ from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.quantization import skipped_layers
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
 from megatron.tools import prune, sensitivity
 from tests.training.test_plain_loop import FLAGS, SIX
@@ -429,6 +430,22 @@ def test_what_is_too_little_for_the_ratio_is_named(tmp_path, capsys):
     assert "takes nothing from 3 key-value groups of 2 heads: all of them stay" in capsys.readouterr().err
     with pytest.raises(UsageError, match="missing: --save"):
         prune.main([*words[:2], *words[4:]])
+
+
+def test_what_is_printed_fine_tunes_with_the_file_of_the_larger_model(tmp_path, capsys):
+    """PaddleFleetX's file has the sizes of the larger model: the words that are printed change them, and the rest."""
+    folder = write(tmp_path / "large", GPT2, weights_of(GPT2))
+    keys = dict(num_layers="num_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads")
+    sizes = ", ".join(f"{key}: {getattr(GPT2, name)}" for key, name in keys.items())
+    (tmp_path / "run.yaml").write_text(f"Model: {{{sizes}, ffn_hidden_size: {GPT2.ffn_size}}}\n")
+    words = f"-c {tmp_path / 'run.yaml'} --load {folder} --save {tmp_path / 'small'} --prune-ratio 0.5".split()
+    prune.main(words)
+    said = capsys.readouterr().out.strip().splitlines()[-1]
+    assert said.startswith("fine-tune it with the same -c, --load") and "-o Model.ffn_hidden_size=" in said
+    saved = load_model(str(tmp_path / "small"), device=torch.device("cpu")).config.model
+    own = parse_pretrain([*words[:2], *said.partition("sizes: ")[2].split()]).model
+    for name in "num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size".split():
+        assert getattr(own, name) == getattr(saved, name), name
 
 
 def test_a_file_of_the_sensitivity_tool_is_about_the_right_parts(tmp_path):

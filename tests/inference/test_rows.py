@@ -162,6 +162,31 @@ def test_a_token_without_a_row_is_named(narrow, capsys):
     assert transformers.AutoTokenizer.from_pretrained(narrow.theirs)("a<pad>b")["input_ids"][1] == narrow.rows
 
 
+@pytest.mark.parametrize(
+    "tool_of, words",
+    [
+        (generate.main, "--load {ours} --prompt a"),
+        (evaluate.main, "--load {ours} --data-path {plain}"),
+        (teacher_logits.main, "--load {ours} --data-path {plain} --split 1,0,0 --train-samples 1 --output {new}"),
+        (export.main, "--load {ours} --format hf --output {new}"),
+        (tool.main, "to-hf {ours} {new}"),
+    ],
+)
+def test_another_vocabulary_is_refused_by_each_tool(tool_of, words, narrow, vocabulary, tmp_path):
+    """--vocab-file and --merge-file beside a model with a tokenizer.json: they are another one, and never ignored."""
+    names = dict(ours=narrow.ours, theirs=narrow.theirs, plain=narrow.plain, new=tmp_path / "new")
+    files = f" --vocab-file {vocabulary / 'vocab.json'} --merge-file {vocabulary / 'merges.txt'}"
+    with pytest.raises((SettingsError, DataError), match="not the vocabulary that .* has learned|another vocabulary"):
+        tool_of((words.format(**names) + files).split())
+
+
+def test_a_tokenizers_flag_without_effect_is_told(narrow, capsys):
+    evaluate.main(f"--load {narrow.ours} --device cpu --data-path {narrow.plain} --tiktoken-pattern gpt2".split())
+    assert (
+        "note: --tiktoken-pattern gpt2 has no effect without --tokenizer-type TikTokenizer" in capsys.readouterr().err
+    )
+
+
 def test_an_end_without_a_row_ends_nothing(narrow, tmp_path):
     """A generation_config.json may name it, and no model writes it."""
     shutil.copytree(narrow.ours, tmp_path / "ours")

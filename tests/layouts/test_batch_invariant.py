@@ -28,7 +28,7 @@ MODELS = {
     "--seq-length 64",
     "experts": "--num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
 }
-LONG = "--seq-length 128 --hidden-size 64"  # with products large enough for parts of a sample
+LONG = "--seq-length 128 --hidden-size 64 --num-attention-heads 8"  # with products large enough for parts of a sample
 MODELS |= {"long": f"{MODELS['gpt']} {LONG}", "longer": f"{MODELS['llama']} {LONG}"}
 MODELS["padded"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
 # 2 rows

@@ -85,6 +85,23 @@ def test_defaults_that_are_dear_on_a_gpu_are_told(capsys):
     assert "with --bf16" not in told and "keeps its weights" not in told
 
 
+def test_what_a_question_leaves_out_is_told(capsys):
+    """The batch, the length of samples, and the number that a vocabulary of numbers has beside those given."""
+    axes = "--world-size 8 --device-name H100 --bf16 --tp 8 --pp 1 --sharding-stage 1".split()
+    plan.main(["--model-name-or-path", "llama-3.1-8b", *axes])
+    told = capsys.readouterr()
+    assert "4 M tokens a step are assumed, as for the Llamas (--global-batch-size 32)" in told.err  # 32 x 131072 = 2^22
+    said = " ".join(told.out.split())
+    assert "note: sequence 131072 is the context of llama-3.1-8b; --seq-length 8192 is a usual length" in said
+    assert "--global-batch-size 32 " in said and "and the end of documents" not in said
+    plan.main(["--model-name-or-path", "llama-3-8b", "--vocab-size", "1000", *axes])
+    told = capsys.readouterr()
+    assert "--global-batch-size 512)" in told.err and "is the context" not in told.out
+    assert "note: vocabulary 1001: --vocab-size 1000, and the end of documents" in told.out
+    plan.main(["--model-name-or-path", "llama-3-8b", *axes, "--global-batch-size", "16"])
+    assert "tokens a step are assumed" not in capsys.readouterr().err
+
+
 @pytest.mark.sampled(10)
 def test_a_picture_of_the_plans(tmp_path, capsys):
     flags = [*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--top", "3"]
@@ -170,7 +187,6 @@ def test_memory_from_the_environment(monkeypatch, capsys):
     [
         ("--task-type BERT", UsageError),
         ("--device-name abacus", UsageError),
-        ("", SettingsError),
         ("--rampup-batch-size 8 8 100", SettingsError),
         ("--step-batch-size-schedule 0:8", SettingsError),
     ],

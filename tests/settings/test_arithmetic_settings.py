@@ -239,9 +239,7 @@ def test_device(build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceLost, match="--device cuda: torch finds no CUDA device") as refused:
         build("--device cuda")
-    assert (
-        refused.value.code == 11 and "--device cpu" in refused.value.do and "-o Global.device=cpu" in refused.value.do
-    )
+    assert refused.value.code == 11 and "--device cpu" in refused.value.do
     assert build("--device auto").context.device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert {parameter.device.type for parameter in build("--device cpu").stages[0].parameters()} == {"cpu"}

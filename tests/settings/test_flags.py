@@ -124,6 +124,8 @@ def test_a_flag_sets_its_field(line, name, value):
         ("--count 1 --number 2", "--count 1 and --number 2 contradict each other (both set --count)"),
         ("--count 3 --then --count 1 --number 2", "--count 1 and --number 2 contradict each other"),
         ("--be --choice a", "--be and --choice a contradict each other"),
+        ("stray other --count 3", "'stray', 'other' belong to no flag"),
+        ("-- python -m pretrain_gpt --count 3", "takes the flags alone: leave '-- python -m pretrain_gpt' out"),
         ("--then stray --count 3", "'stray' belongs to no flag"),
         ("--num-layers 3", "--num-layers is a setting of pretraining; this command has no use for it"),
         ("--word=", "--word is empty"),
@@ -508,7 +510,7 @@ def test_wrong_files(tmp_path, text, words):
 
 
 def test_a_file_that_is_missing_or_no_text(tmp_path):
-    assert "No such file" in refused("--config nowhere.yaml")
+    assert "no such file" in refused("--config nowhere.yaml")
     assert "needs the name" in refused("--config")
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refused(f"--config {tmp_path}/run.yaml")

@@ -10,11 +10,12 @@ from megatron.data.formats import open_tokens
 from megatron.errors import CheckpointError, DataError, SettingsError, UsageError, run_main
 from megatron.model import linear_kinds
 from megatron.model.quantization import with_quantization
+from megatron.planner.problems import file_problems
 from megatron.settings import from_checkpoint
+from megatron.settings.dialects.hints import failing_in_users_words
 from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.schema import GROUPS
-from megatron.settings.statements import failing_in_users_words
 from megatron.tasks import finetune_start
 from megatron.tokenizer import embedding_rows
 from megatron.tools import evaluate, generate, translate
@@ -110,6 +111,76 @@ def test_a_compressed_model_is_not_replaced_by_a_whole_one(command, section, sav
         parse_with_record([*words, "-o", f"Compress.{switch}.enable=False"], COMMANDS[command])
     else:
         parse_with_record(words, COMMANDS[command])
+
+
+@pytest.mark.parametrize(
+    "text, words, told",
+    [
+        (
+            "Optimizer: {name: AdamX}\n",
+            "",
+            "run.yaml:2: Optimizer.name: 'AdamX' is not supported.*; did you mean adamw",
+        ),
+        ("Engine: {mix_precision: {enable: True, level: O4}}\n", "", "'O4' is not supported; there is: o1, o2"),
+        ("", "-o Model.module=GPTModul", "'GPTModul' is not supported; .*did you mean GPTModule"),
+        ("_base_: ./run.yml\n", "", "_base_: .*run.yml: no such file$"),  # not: did you mean this file
+        ("_base_: ./bas.yaml\n", "", "_base_: .*bas.yaml: no such file; did you mean .*base.yaml"),
+        ("Engine:\n  max_steps: 3\n   eval_freq: 2\n", "", "run.yaml:4: not YAML: this line is not indented as those"),
+    ],
+)
+def test_a_mistake_is_named_as_it_was_written(text, words, told, write, tmp_path):
+    (tmp_path / "base.yaml").write_text("Global: {seed: 1}\n")
+    with pytest.raises(UsageError) as wrong:
+        parse_pretrain(["-c", write(GPT + text), *words.split()])
+    assert re.search(told, wrong.value.what, re.MULTILINE), wrong.value.what
+
+
+def test_files_of_its_other_tree_are_refused_in_a_sentence(write, capsys):
+    """examples/transformer/models/GPT: 17 to 25 keys of its Global were unknown, each with a line."""
+    tree = "Global: {max_steps: 3, logging_freq: 1, mix_precision: {enable: True}, save_load: {output_dir: x}}\n"
+    with pytest.raises(UsageError) as wrong:
+        parse_pretrain(["-c", write(GPT + tree + "Optimizer: {other: 1}\n")])
+    assert wrong.value.what.startswith(f"{write(GPT + tree)}:2: Global.max_steps is a key of examples/transformer")
+    assert "ppfleetx/configs/nlp/gpt" in wrong.value.what and "problems" not in wrong.value.what
+    with pytest.raises(UsageError, match="Global.max_steps: 3 is a key of examples/transformer"):
+        translate.main(["--from", "fleetx", write(GPT + tree)])
+    with pytest.raises(UsageError, match="-o Global.max_steps is no known key"):
+        parse_pretrain(["-c", write(GPT), "-o", "Global.max_steps=3"])
+
+
+def test_a_mistyped_file_has_the_nearest_name(write):
+    with pytest.raises(UsageError, match="-c .*rum.yaml: no such file; did you mean .*run.yaml"):
+        parse_pretrain(["-c", write(GPT).replace("run.yaml", "rum.yaml")])
+
+
+@pytest.mark.parametrize(
+    "words, world, found",
+    [
+        ("-o Distributed.dp_degree=8", ["--dry-run"], ["run on 8 ranks .*; to plan for them: --world-size 8"]),
+        ("-o Distributed.dp_degree=1 -o Distributed.sharding.sharding_degree=2", [], ["2 ranks are needed, and this"]),
+        ("-o Distributed.sharding.sharding_degree=2", ["--dry-run"], ["--sharding-degree 2 .*--world-size 2"]),
+        ("-o Distributed.mp_degree=2", ["--dry-run"], ["the job that is planned: --world-size 2"]),
+    ],
+)
+def test_too_few_ranks_are_one_message(words, world, found, write):
+    data = "Data: {Train: {dataset: {max_seq_len: 8}}}\nOptimizer: {lr: {max_lr: 0.1}}\nEngine: {max_steps: 1}\n"
+    argv = ["-c", write(GPT + data), *words.split(), *world, "--mock-data", "--tokenizer-type", "NullTokenizer"]
+    told = [one for one in violations(parse_pretrain(argv), 1, ())[0]]
+    assert len(told) == len(found) and all(re.search(*pair) for pair in zip(found, told, strict=True)), told
+
+
+def test_a_mistyped_folder_of_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="datta.idx: no such file") as wrong:
+        open_tokens("./datta")
+    assert wrong.value.why == "there is no folder ./datta; did you mean data?"
+    assert "create_pretraining_data" in wrong.value.do
+    [line] = file_problems(parse_pretrain([*SIZES, "--data-path", "./datta/", "--vocab-size", "9"]))[:1]
+    assert line.startswith("--data-path: there is no folder ./datta/; did you mean data?")
+
+
+SIZES = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8".split()
 
 
 def test_gpt_cn_needs_its_vocabulary(write, tmp_path, capsys):

@@ -255,7 +255,7 @@ def test_the_end_of_a_run_that_failed(command, tmp_path, capsys):
     [
         ("Misspelt", "has after_eval, and nothing calls it; did you mean after_evaluation?"),
         ("Silent", "has none of the loop's methods (on_step_end): it would do nothing"),
-        ("nothing", "nothing is None"),
+        ("nothing", "nothing is no Hook"),
         ("CALLS", "CALLS is []"),
         ("Missing", "has no attribute 'Missing'"),
         ("Halved", "has state_dict, and no load_state_dict"),

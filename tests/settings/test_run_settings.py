@@ -14,6 +14,7 @@ import pretrain_gpt
 from megatron.errors import CheckpointError, run_main
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict
+from megatron.model.command_line import parse_any
 from megatron.training import loop
 from megatron.training import step as training_step
 
@@ -68,13 +69,24 @@ def test_load_goes_on_from_the_newest_or_from_the_step_that_is_asked_for(base, t
     assert [step["iteration"] for step in again.steps] == [2, 3] and again.losses == base.losses[1:]
 
 
+def test_a_run_begins_with_a_pretrained_model_and_goes_on(base, train, command, tmp_path):
+    """Its losses are those of --finetune, and the same command resumes. The shape is the model's, too."""
+    length = "--train-iters 4 --lr-decay-style constant"
+    whole = train(f"--load {base.folder} --finetune {length}", "whole")
+    cut = f"--pretrained-checkpoint {base.folder} --load {tmp_path / 'cut'} {length}"
+    first = train(f"{cut} --exit-interval 2", "cut")
+    assert (first.losses, first.saved) == (whole.losses[:2], [2])
+    second = train(cut, "cut")
+    assert (second.losses, second.saved[-1]) == (whole.losses, 4)
+    bare = f"--pretrained-checkpoint {base.folder} --mock-data --lr 1e-3 --train-iters 9 --load".split()
+    for folder, load, finetune in ((tmp_path / "new", base.folder, True), (tmp_path / "cut", tmp_path / "cut", False)):
+        config = parse_any([*bare, str(folder), "--save", str(folder)])
+        assert (config.checkpoint.load, config.checkpoint.finetune) == (str(load), finetune)
+        assert config.model.num_layers == parse_any(command()).model.num_layers
+
+
 @pytest.mark.parametrize(
-    "flags, listed",
-    [
-        ("--ckpt-step 1", "(iterations 2, 3): it starts at iteration 1"),
-        ("--finetune", "(iterations 1, 2, 3)"),
-        ("", None),
-    ],
+    "flags, listed", [("--ckpt-step 1", "(iterations 2, 3): it starts at iteration 1"), ("", None)]
 )
 def test_a_run_names_the_checkpoints_of_another_line_of_training_that_it_replaces(flags, listed, base, train, capsys):
     capsys.readouterr()

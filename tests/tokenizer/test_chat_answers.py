@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage.urls import location
 from megatron.tokenizer import build_tokenizer
@@ -261,3 +261,17 @@ def test_files_of_a_template_are_found_again(template, tokenizer, tmp_path):
         (tmp_path / name).write_text(content)
     again = find_template([tmp_path], tokenizer)
     assert again.source == BLOCKS and again.tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+
+
+def test_a_folder_does_not_hide_a_named_template(folder, tokenizer, tmp_path, monkeypatch):
+    """Who has imported a Qwen3 has a folder of this name."""
+    monkeypatch.chdir(tmp_path)
+    for name in TEMPLATES:
+        (tmp_path / name).mkdir()
+        assert find_template([folder], tokenizer, name).source == TEMPLATES[name].source
+    with pytest.raises(DataError, match="--chat-template mine: it is a folder\\n  -> give a file, or chatml"):
+        (tmp_path / "mine").mkdir()
+        find_template([folder], tokenizer, "mine")
+    (tmp_path / "mine" / "chat_template.jinja").write_text("x")
+    with pytest.raises(DataError, match="-> give mine/chat_template.jinja, or chatml"):
+        find_template([folder], tokenizer, "mine")

@@ -335,6 +335,10 @@ def test_trainings_save_at_sigterm(root, tmp_path):
         assert launch.saving_at_sigterm(str(script), ["--exit_signal_handler"]) == ["--exit_signal_handler"]
     for script in (root / "preprocess_data.py", tmp_path / "missing.py", tmp_path):
         assert launch.saving_at_sigterm(str(script), ["a"]) == ["a"]
+    for module in ("pretrain_gpt", "finetune", "megatron.tools.tasks"):
+        assert launch.saving_at_sigterm(module, ["a"], is_module=True) == ["a", "--exit-signal-handler"]
+    for module in ("preprocess_data", "no.such.module", "megatron.tools.plan"):
+        assert launch.saving_at_sigterm(module, ["a"], is_module=True) == ["a"]
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):

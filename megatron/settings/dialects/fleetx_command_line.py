@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaddleFleetX's files and overrides on a command line of ours."""
 
+import re
 from collections.abc import Iterable
-from functools import cached_property
-from types import MappingProxyType
+from functools import cache, cached_property
 
+from megatron.settings import schema
 from megatron.settings.dialects.commands import PROMPT
-from megatron.settings.dialects.fleetx import DEFAULTS
+from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
 from megatron.settings.dialects.fleetx_files import COMMAND, SECTIONS, Entries, Layers, dropped, in_words, is_fleetx
 from megatron.settings.dialects.fleetx_keys import problem_text, translate_entries
 from megatron.settings.dialects.table import OtherSuite, Word
 from megatron.settings.presets import VOCABULARY, cache_folder, cached
+from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement
 
+FLAGS = re.compile(r"(--[a-z][\w-]*)(?: ([\w./-]*[\w/]))?")
 CHECKPOINTS = "-o Engine.save_load.ckpt_dir=FOLDER"
 
 
@@ -29,7 +32,6 @@ class FleetX(OtherSuite):
 
     title = "PaddleFleetX"
     sections = tuple(SECTIONS)
-    hints = MappingProxyType(dict(load=CHECKPOINTS, global_batch_size="-o Global.global_batch_size=N"))
 
     def __init__(self, reader):
         super().__init__(reader)
@@ -121,12 +123,46 @@ class FleetX(OtherSuite):
         return " ".join(f"-o {key}={value}" for key, value in keys if key.startswith("Model."))
 
     @classmethod
+    def words_for(cls, advice: str) -> str:
+        """
+        >>> FleetX.words_for("--load ck resumes that run; otherwise give another --save, or --load DIR")
+        '-o Engine.save_load.ckpt_dir=ck, -o Engine.save_load.output_dir=...'
+        """
+        found: dict[str, str] = {}
+        for flag, word in FLAGS.findall("" if "-o " in advice else advice):
+            spelling = spellings_of(schema.GROUPS).get(flag)
+            if spelling and (key := _keys().get(spelling.setting.name)):
+                found.setdefault(key, f"-o {key}={word if _is_value(word, spelling) else '...'}")
+        return ", ".join(found.values())
+
+    @classmethod
     def lacks_vocabulary(cls) -> str:
         cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
         return (
             f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, gpt2-merges"
             ".txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
         )
+
+
+@cache
+def _keys() -> dict[str, str]:
+    """Setting of pretraining -> the key that says it with the same value."""
+    known, found = spellings_of(schema.GROUPS), {}
+    for purpose in ("train", "task", "evaluate"):
+        for key, meaning in TABLES[purpose].table.items():
+            if "=" not in key and meaning in known:
+                found.setdefault(known[meaning].setting.name, key)
+    return found
+
+
+def _is_value(word: str, spelling: Spelling) -> bool:
+    """Whether the word behind a flag in a sentence is its value: N, DIR, a number, a path, one of its choices."""
+    if word.isupper() or re.search(r"[\d/_.]", word):
+        return True
+    try:
+        return spelling.setting.kind is not str and bool(word) and spelling.value([word]) is not None
+    except BadValue:
+        return False
 
 
 def chinese(entries: Entries) -> str:

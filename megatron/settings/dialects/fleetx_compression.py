@@ -34,7 +34,7 @@ def _quantization(out: Translated) -> None:
                 if values is None or out.word(key) in values:
                     out.say(flag, [out.given[key].value.upper()] if values == ("pact",) else None, key)
                 else:
-                    out.refuse(key, f"'{out.word(key)}' is not supported; there is: {', '.join(values)}")
+                    out.refuse(key, f"'{out.given[key].value}' is not supported; there is: {', '.join(values)}")
         if (key := f"{section}.weight_preprocess_type") in out.given:
             out.refuse(key, "is not supported: weights are rounded as they are; leave it out")
         _quantized_layers(out, section)

@@ -56,9 +56,22 @@ def translate_entries(entries: Entries, purpose: str = "train", compared: bool =
         if one.where and not owners_of(key) and re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key) not in PARTS:
             out.problems.append((one, f"is no known key{did_you_mean(key, KNOWN, 0.8)}"))
             out.unknown.add(key)
+    moved = [one for key, one in out.given.items() if _is_of_the_other_tree(key) and not one.where.startswith(COMMAND)]
+    if len(moved) > 1:
+        another, out.unknown = [(moved[0], OTHER_TREE)], {moved[0].key}
     if another:  # report nothing else about a file for another command
         out.notes, out.problems = [], another
     return out
+
+
+OTHER_TREE = (
+    "is a key of examples/transformer, PaddleFleetX's other tree, whose Global has what Engine has in the files that are "
+    "read here: give that of ppfleetx/configs/nlp/gpt, or write max_steps, mix_precision, save_load and so on below Engine"
+)
+
+
+def _is_of_the_other_tree(key: str) -> bool:
+    return key.startswith("Global.") and key not in KNOWN and f"Engine.{key.removeprefix('Global.')}" in KNOWN
 
 
 def purpose_of(entries: Entries) -> str:
@@ -90,10 +103,14 @@ def _single(out: Translated, key: str) -> None:
         out.note(idle, key, usual=idle in USUAL)
     else:
         refused = sentence(REFUSED, key) or f"there is: {', '.join(values)}"
-        out.refuse(key, f"'{one.value.lower()}' is not supported; {refused}")
+        near = did_you_mean(one.value, values, 0.75)
+        out.refuse(key, f"'{one.value}' is not supported; {refused}{near}")
 
 
 # Keys that are translated together ------------------------------------------------------------------------------------
+
+
+MODULE_NAMES = "GPTModule GPTModuleAuto GPTFinetuneModule GPTEvalModule GPTGenerationModule".split()
 
 
 def _module(out: Translated) -> None:
@@ -108,9 +125,11 @@ def _module(out: Translated) -> None:
     elif out.purpose == "export" and meant in ("generate", "evaluate"):
         out.say("--kind", ["generation" if meant == "generate" else "lm"], "Model.module")
     elif meant not in (None, out.purpose):
-        out.refuse("Model.module", f"'{value}' is not supported; {BELONGS[meant]}")
+        out.refuse("Model.module", f"'{out.given['Model.module'].value}' is not supported; {BELONGS[meant]}")
     elif meant is None and value not in ("gptmodule", "gptmoduleauto"):
-        out.refuse("Model.module", f"'{value}' is not supported; there is: gptmodule, gptmoduleauto")
+        near = did_you_mean(value, MODULE_NAMES, 0.8)
+        own = out.given["Model.module"].value
+        out.refuse("Model.module", f"'{own}' is not supported; there is: {', '.join(MODULE_NAMES[:2])}{near}")
     if out.word("Model.name") == "gpt-cn":
         out.note("a GPT is trained, with the vocabulary of --tokenizer-model", "Model.name")
     out.take("Model.module")
@@ -127,11 +146,11 @@ def _lengths(out: Translated) -> None:
     if out.word(steps, "-1") == "-1":
         unlimited.append(steps)
     elif out.word(steps).startswith("-") and not by_epochs:
-        out.refuse(steps, f"'{out.word(steps)}' is no number of steps; -1 stands for those of {epochs}")
+        out.refuse(steps, f"'{out.given[steps].value}' is no number of steps; -1 stands for those of {epochs}")
         auto = False
     counted = by_epochs or steps in unlimited and epochs in out.given
     if out.word(mode, "step") not in ("step", "epoch"):
-        out.refuse(mode, f"'{out.word(mode)}' is neither step nor epoch")
+        out.refuse(mode, f"'{out.given[mode].value}' is neither step nor epoch")
     if often in out.given and (out.word(often) == "0" or out.word(often).startswith("-")):
         out.say("--eval-iters", ["0"], often)
         out.note(f"{often} asks for no validation", batches)
@@ -196,13 +215,13 @@ def _precision(out: Translated) -> None:
     known, word = out.word(half, "float16"), out.word(level, "o2")
     if known not in formats:
         out.take(level, scale, *lists)
-        return out.refuse(half, f"'{known}' is not supported; there is: float16, bfloat16")
+        return out.refuse(half, f"'{out.given[half].value}' is not supported; there is: float16, bfloat16")
     out.say("--precision", [formats[known]], half, *(switches or [level]))
     if word in ("o1", "o2"):
         out.say("--amp-level", [word.upper()], level, *switches)
     else:
         why = "; at o3 the optimizer has weights and moments of fp16 alone, which loses small updates: say o2"
-        out.refuse(level, f"'{word}' is not supported; there is: o1, o2{why if word == 'o3' else ''}")
+        out.refuse(level, f"'{out.given[level].value}' is not supported; there is: o1, o2{why if word == 'o3' else ''}")
     if scale in out.given and known == "float16":
         out.say("--initial-loss-scale", None, scale, half, *switches)
     out.note("bf16 needs no loss scale", scale, usual=True)
@@ -263,7 +282,7 @@ def _profiler(out: Translated) -> None:
         out.say("--profile-step-end", numbers[1:], steps)
     elif numbers:
         why = "it is the first step and the one to end before: [1, 5]"
-        out.refuse(steps, f"'{out.word(steps)}' is not supported; {why}")
+        out.refuse(steps, f"'{out.given[steps].value}' is not supported; {why}")
 
 
 def _rates(out: Translated) -> None:
@@ -313,7 +332,7 @@ def _data(out: Translated) -> None:
             out.take(key)
         elif key in out.given and ":" not in out.word(key):
             why = "say MODULE:FUNCTION for one of your own (docs/extending.md#a-collate-function)"
-            out.refuse(key, f"'{out.word(key)}' is not supported; {why}")
+            out.refuse(key, f"'{out.given[key].value}' is not supported; {why}")
     _validation(out)
 
 
@@ -331,7 +350,9 @@ def _same_task(out: Translated) -> None:
             out.refuse(own, f"{other}: a task is trained and validated on one data set; give both the same")
     if name in GLUE and out.word(classes, CLASSES[name]) != CLASSES[name]:
         kind = "it is a regression" if name == "stsb" else f"it has {CLASSES[name]} classes"
-        out.refuse(classes, f"'{out.word(classes)}' does not fit {out.given[NAME].value}: {kind}; say {CLASSES[name]}")
+        out.refuse(
+            classes, f"'{out.given[classes].value}' does not fit {out.given[NAME].value}: {kind}; say {CLASSES[name]}"
+        )
     if name not in GLUE:
         return
     loss = "MSELoss" if name == "stsb" else "CrossEntropyLoss"
@@ -436,7 +457,9 @@ def _strategy(out: Translated) -> None:
     groups = [at + "num_beam_groups", at + "diversity_rate"]
     drawn, how = [at + name for name in ("top_k", "top_p", "temperature")], out.word(strategy, "sampling")
     if how not in ("sampling", "greedy_search", "beam_search"):
-        return out.refuse(strategy, f"'{how}' is not supported; there is: sampling, greedy_search, beam_search")
+        return out.refuse(
+            strategy, f"'{out.given[strategy].value}' is not supported; there is: sampling, greedy_search, beam_search"
+        )
     out.take(strategy)
     if how != "beam_search":
         if how == "greedy_search":

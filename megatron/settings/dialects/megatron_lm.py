@@ -399,7 +399,7 @@ documents are separated by --reset-attention-mask and --reset-position-ids
 use --config FILE.yaml
     --yaml-cfg
 use --load, with --ckpt-step for a certain step
-    --override-ckpt-iteration --pretrained-checkpoint
+    --override-ckpt-iteration
 there is one kind of checkpoint: --save, --save-interval
     --ckpt-convert-* --save-activations-interval --save-dgrads-interval --save-params-interval --save-wgrads-interval
 snapshots lie in the memory of the nodes; on a shared disk, --save-interval with --keep-last keeps the newest checkpoints

@@ -21,7 +21,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.settings.declare import dashed
@@ -299,12 +298,10 @@ class OtherSuite:
 
     title:    its name in messages
     sections: those of its files
-    hints:    setting -> how a file of it says that, for the hint of an error
     """
 
     title = ""
     sections: tuple[str, ...] = ()
-    hints: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, reader):
         self.reader = reader
@@ -340,6 +337,11 @@ class OtherSuite:
     @classmethod
     def as_overrides(cls, values: Iterable[tuple[Statement, object]]) -> str:
         """Its words that give settings of the model, said by its files, other values; "" for other settings."""
+        return ""
+
+    @classmethod
+    def words_for(cls, advice: str) -> str:
+        """Its words for the flags in the advice of a message; "" for none."""
         return ""
 
     @classmethod

@@ -141,6 +141,11 @@ class Checkpoint:
         False,
         requires=("load", "there are no weights to start from"),
     )
+    pretrained_checkpoint: Optional[str] = shown_by("test_a_run_begins_with_a_pretrained_model_and_goes_on")(
+        "folder of the checkpoint whose weights a run begins with while --load has none to resume from; its shape and "
+        "tokenizer, too, if no flag sets the shape. --pretrained-checkpoint A --load B --save B suits every launch",
+        None,
+    )
     moe_use_upcycling: bool = shown_by("test_a_run_starts_from_a_dense_checkpoint")(
         "with --finetune and --num-experts: --load may be a dense model, whose MLPs become the experts (docs/experts.md)",
         False,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the tokenizer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
-from megatron.settings.declare import Count, Natural, Needs, setting, shown_by
+from megatron.settings.declare import Count, Natural, Needs, dashed, declared, setting, shown_by
 
 WORD_PIECE = ("BertWordPieceLowerCase", "BertWordPieceCase", "BertTokenizer", "ErnieTokenizer", "ElectraTokenizer")
 
@@ -107,3 +108,36 @@ class TokenizerSettings:
         """Whether they name a vocabulary of texts: not NullTokenizer's numbers, nor none at all."""
         files = self.vocab_file or self.merge_file or self.tokenizer_model
         return self.tokenizer_type != "NullTokenizer" and bool(self.tokenizer_type or files)
+
+    def overridden(self, given: Mapping[str, Any]) -> "TokenizerSettings":
+        """The tokenizer of a run, with what a user gives for a tool that loads it. given: setting -> value
+
+        Files of another kind are another vocabulary, which replaces the run's own and its type: those of --tokenizer-model
+        and those of --vocab-file and --merge-file.
+
+        >>> run = TokenizerSettings("HuggingFaceTokenizer", tokenizer_model="runs/qwen/tokenizer")
+        >>> other = run.overridden(dict(vocab_file="vocab.json", merge_file="merges.txt"))
+        >>> other.tokenizer_type, other.tokenizer_model, run.overridden(dict(tokenizer_model="moved")).tokenizer_type
+        (None, None, 'HuggingFaceTokenizer')
+        """
+        own, files = self, given.get("vocab_file") or given.get("merge_file")
+        if given.get("tokenizer_model"):
+            own = replace(own, vocab_file=None, merge_file=None)
+        elif own.tokenizer_model and files:
+            reads_files = own.tokenizer_type in ("GPT2BPETokenizer", *WORD_PIECE)
+            own = replace(own, tokenizer_model=None, tokenizer_type=own.tokenizer_type if reads_files else None)
+        if own.tokenizer_type == "NullTokenizer" and (
+            files or given.get("tokenizer_model")
+        ):  # words for a run of numbers
+            own = replace(own, tokenizer_type=None)
+        return replace(own, **given)
+
+
+def idle_words(settings: TokenizerSettings, given: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of a user's settings (setting -> value) that the tokenizer of these settings does not use."""
+    seen = SimpleNamespace(**vars(settings), tokenizer=settings.tokenizer_type)
+    return [
+        f"{dashed(name)} {given[name]} has no effect without {needs.words}"
+        for name, needs in declared("needs", TokenizerSettings).items()
+        if given.get(name) and not needs.met(seen)
+    ]
