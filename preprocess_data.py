@@ -12,11 +12,10 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal, Optional
 
 from megatron.data.file_formats import SEPARATOR_HELP
-from megatron.errors import CheckpointError, SettingsError, run_main
+from megatron.errors import SettingsError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
@@ -26,7 +25,10 @@ from megatron.settings.schema import TokenizerSettings, setting
 class PreprocessOptions:
     """The input, how it is read, and the output."""
 
-    input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
+    input: list[str] = setting(
+        "JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too; Parquet and Arrow (pyarrow), "
+        "folders of Hugging Face datasets, hf://datasets/ORG/NAME"
+    )
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
     load: Optional[str] = setting("folder of checkpoints (an import, or a run) whose tokenizer is taken", None)
     json_keys: Optional[list[str]] = setting(
@@ -87,6 +89,7 @@ COMMON = (
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
     from megatron.settings.declare import idle_flags
+    from megatron.settings.from_checkpoint import tokenizer_of_checkpoint
     from megatron.settings.parse import parse_with_record
     from megatron.settings.statements import given_values
 
@@ -107,7 +110,9 @@ def main(argv: list[str]) -> None:
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
     for name in settings.input:
         print(f"Opening {name}")
-    words = tokenizer_of(settings.load, given_values(TokenizerSettings, said)) if settings.load else parsed["tokenizer"]
+    words = parsed["tokenizer"]
+    if settings.load:
+        words = tokenizer_of_checkpoint(settings.load, given_values(TokenizerSettings, said))
     kind = tokenizer_type(words)
     for sentence in idle_flags(words, said, tokenizer=kind):
         print(f"warning: {sentence}")
@@ -119,28 +124,6 @@ def main(argv: list[str]) -> None:
     print(f"Vocab size: {size}")
     print(f"Output prefix: {settings.output_prefix}", flush=True)
     preprocess_and_report(settings, tokenizer, start)
-
-
-def tokenizer_of(folder: str, given: dict) -> TokenizerSettings:
-    """The tokenizer of the newest checkpoint of a folder. given: flags, which come first
-
-    Raises CheckpointError if there is none, SettingsError for a run of numbers, DataError if its files are gone.
-    """
-    from megatron.settings.from_checkpoint import FILES, Damaged, located, refuse_lost, saved_record
-
-    try:
-        _, record = saved_record(folder)
-    except (Damaged, OSError) as error:
-        of_transformers = Path(folder, "config.json").is_file()
-        do = f"--tokenizer-model {folder} reads the tokenizer of such a folder" if of_transformers else None
-        raise CheckpointError(f"--load {folder}: {error}", do=do) from None
-    refuse_lost(record, "tokenizer", set(given))
-    own = {name: value for name, value in located(record).get("tokenizer", {}).items() if value is not None}
-    if not any(own.get(name) for name in FILES) and not given:
-        raise SettingsError(
-            f"--load {folder}: the run had no tokenizer", do="give one: --tokenizer-model, --vocab-file"
-        )
-    return TokenizerSettings(**own).overridden(given)
 
 
 def check(settings: PreprocessOptions) -> PreprocessOptions:

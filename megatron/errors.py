@@ -80,6 +80,13 @@ def no_such_file(path: str | os.PathLike, what: str = "file") -> str:
     return f"no such {what}" + (f"; did you mean {path.with_name(name)}?" if near else "")
 
 
+def no_folder(path: Path) -> str | None:
+    """Why a path is no folder, as the second line of a message; None for a folder. path: or `storage.urls.UrlPath`"""
+    if path.is_dir():
+        return None
+    return "it is a file, and no folder" if path.exists() else "there is no such folder"
+
+
 class UsageError(Failure):
     """The command line cannot be understood: unknown flag, missing value, wrong type."""
 
@@ -96,6 +103,10 @@ class SettingsError(Failure):
     """The settings are valid one by one, but cannot work together or on this many ranks."""
 
     code = 3
+
+
+class MissingPackage(SettingsError):
+    """An optional package that the command needs is not installed here. `do` has the command that installs it."""
 
 
 class DataError(Failure):
@@ -201,7 +212,7 @@ def explain(error: BaseException) -> Failure | None:
             do="on that node: python -m megatron.tools.doctor --node, and dmesg | grep Xid",
         )
     if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
-        return Failure(
+        return MissingPackage(
             f"the package {error.name.partition('.')[0]} is missing in {sys.executable}",
             do="source .venv/bin/activate (scripts/quickstart.sh makes it), or pip install -r requirements.txt",
         )
@@ -262,6 +273,7 @@ def _print_uncaught(kind, error, trace) -> None:
     failure = explain(error) if isinstance(error, ModuleNotFoundError) else None
     if failure and own and Path(own[0].filename).is_relative_to(Path(__file__).parent):
         sys.stderr.write(f"error: {failure}\n")
+        sys.exit(failure.code)  # the code is otherwise 1
     else:
         sys.__excepthook__(kind, error, trace)
 

@@ -46,7 +46,7 @@ check() { # what a download of hours would otherwise end at
     [ "$CLEAN" = 0 ] || packages+=(ftfy)
     missing=$("$PYTHON" -c 'import sys; from importlib.util import find_spec
 print(*(name for name in sys.argv[1:] if find_spec(name) is None))' "${packages[@]}")
-    [ -z "$missing" ] || fail "missing packages: $missing" "pip install '.[corpus]'" 1
+    [ -z "$missing" ] || fail "missing packages: $missing" "pip install '.[corpus]'" 3
     trial=$(mktemp -d)
     trap 'rm -rf "$trial"' EXIT
     "$PYTHON" "$ROOT/preprocess_data.py" --input - --output-prefix "$trial/one" --append-eod --workers 1 \

@@ -142,12 +142,21 @@ def ask_all(url: str, folder: Path) -> None:
     print(
         f"\n  right: {right} of {len(rows)} questions in words that it has not seen. What it was never told, it makes up:\n"
     )
-    if right < len(rows) / 2:
-        print(
-            "  These were few steps for it: bash scripts/quickstart_chat.sh --fresh --train-iters 400 teaches it more.\n"
-        )
     for question in ("What is the capital of France?", "Why is the sea salty?"):
         print(f"  > {question}\n    {ask(url, question)}")
+    print(f"\n  {verdict(right, len(rows))}")
+
+
+def verdict(right: int, asked: int) -> str:
+    """What the model has learned, by its right answers.
+
+    >>> verdict(4, 114).replace("--train-iters 400", "...")
+    'It has not learned to answer yet: 4 of 114 are right. More steps: bash scripts/quickstart_chat.sh --fresh ...'
+    """
+    if right >= asked / 2:
+        return "It has learned to answer, not to know: so small a model repeats what it was told."
+    more = "More steps: bash scripts/quickstart_chat.sh --fresh --train-iters 400"
+    return f"It has not learned to answer yet: {right} of {asked} are right. {more}"
 
 
 if __name__ == "__main__":

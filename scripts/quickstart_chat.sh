@@ -52,7 +52,7 @@ wait "$server" || true
 
 cat <<END
 
-${BOLD}Done.${PLAIN} It has learned to answer, not to know: so small a model repeats what it was told. Now try:
+${BOLD}Done.${PLAIN} Now try:
   .venv/bin/python -m megatron.tools.serve --load $RUN/checkpoints
 and open http://127.0.0.1:8000/ in a browser. docs/chat.md is about conversations of your own.
 END

@@ -70,6 +70,12 @@ COMMANDS = {
 }
 
 USAGE = [  # exit code 2: the command line cannot be understood
+    (
+        "pretrain_gpt",
+        "--mock-data --load ck-hf-weights",
+        "--load ck-hf-weights: ck-hf-weights is in Hugging Face's format; convert it with python -m "
+        "megatron.tools.checkpoint from-hf ck-hf-weights OUT, then --load OUT --finetune",
+    ),
     ("pretrain_gpt", "", "missing: --num-layers, --hidden-size, --num-attention-heads (or a whole shape:"),
     ("pretrain_gpt", "--load ck --lr 1 --train-iters 1", "missing: --num-layers|--finetune for a new run with its"),
     (
@@ -142,6 +148,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("checkpoint", "inspect", "inspect takes PATH; got nothing"),
     ("checkpoint", "reshard ck new", "say what the new files are"),
     ("supervise", "", "the command to supervise is missing"),
+    (
+        "verify_layout",
+        "-- python -m pretrain_gpt --bf16",
+        "takes the flags alone: leave '-- python -m pretrain_gpt' out",
+    ),
 ]
 SETTINGS = [  # exit code 3: understood, and cannot work
     ("create_pretraining_data", f"{CREATE} --cn_splited", "has no use without --cn-whole-word-segment"),
@@ -335,6 +346,7 @@ CHECKPOINTS = [  # exit code 5
     ("pretrain_gpt", f"{MOCK} --load ck-no-index", "holds no valid checkpoint|index.json cannot be read"),
     ("pretrain_gpt", f"{MOCK} --load ck-megatron", "is in Megatron-LM's own format|checkpoint from-megatron"),
     ("pretrain_gpt", f"{MOCK} --load ck-dcp", "is in torch's distributed format|checkpoint from-megatron"),
+    ("checkpoint", "verify corpus.jsonl", "corpus.jsonl holds no checkpoint|it is a file, and no folder"),
     ("pretrain_gpt", f"{MOCK} --load ck-hf", "is a model of Hugging Face transformers|checkpoint from-hf ck-hf OUT"),
     (
         "pretrain_gpt",
@@ -508,9 +520,11 @@ def make_checkpoints(folder):
         ("ck-megatron", "iter_0000100/mp_rank_00/model_optim_rng.pt"),
         ("ck-dcp", "iter_0000100/__0_0.distcp"),
         ("ck-hf", "config.json"),
+        ("ck-hf-weights", "config.json"),
+        ("ck-hf-weights", "model.safetensors"),
     ):
         path = folder / name / file
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
 
 
@@ -535,7 +549,7 @@ def test_a_python_without_the_packages(command, root, messy):
     """Also where the file of the command imports them."""
     first, *words = command.split()
     done = shell(root, messy, "-S", root / first if first.endswith(".py") else first, *words)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert (
         re.search("the package (torch|xxhash|numpy) is missing in", done.stderr) and ".venv/bin/activate" in done.stderr
     )
@@ -589,8 +603,12 @@ def test_names_of_layers_in_other_libraries(tmp_path):
     with pytest.raises(SettingsError) as error:
         pretrain_gpt.main([*flags.split(), "q_proj", "down_proj"])
     said = str(error.value)
-    assert "'q_proj' is no linear layer of this model; here it is attention.qkv, which --lora-split-fused gives" in said
-    assert "'down_proj' is no linear layer of this model; here it is mlp.down" in said
+    assert (
+        "'q_proj', 'down_proj' are no linear layers of this model; here it is attention.qkv, which --lora-split" in said
+    )
+    assert "; here it is mlp.down; each block has" in said and said.endswith(
+        "attention.qkv,mlp.down --lora-split-fused"
+    )
     pretrain_gpt.main([*flags.split(), "attention.qkv", "mlp.down"])
     linears = [
         with_adapters(parse_pretrain([*flags.split()[:-1], *target])).model.linear

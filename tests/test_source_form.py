@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import MissingPackage, exit_code
 from tests.test_floors import ENTRIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,3 +64,17 @@ def test_nothing_private_is_published():
     lines = [(path, n, line) for path in texts for n, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
     found = [f"{path.relative_to(ROOT)}:{n}: {line.strip()}" for path, n, line in lines if PRIVATE.search(line)]
     assert_none("private", found)
+
+
+def test_a_missing_package_is_one_error_with_one_exit_code():
+    """Each message that says what installs a package is `errors.MissingPackage`, whatever the package is for."""
+    found = []
+    for path in sorted((ROOT / "megatron").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+                continue
+            told = re.search("pip install|needs? the package", ast.unparse(call))
+            if told and re.fullmatch(r"Failure|\w+Error", call.func.id):
+                found.append(f"{path.relative_to(ROOT)}:{call.lineno}: {call.func.id}")
+    assert not found, "say MissingPackage"
+    assert exit_code(MissingPackage("x")) == exit_code(ModuleNotFoundError("x", name="gguf")) == 3

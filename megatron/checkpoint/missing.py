@@ -2,7 +2,7 @@
 """The error of a folder without checkpoints. Needs no torch, so that commands raise it before they look for a device."""
 
 from megatron.checkpoint.backends import CheckpointPath, backend_of
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, no_folder
 from megatron.settings.from_checkpoint import megatron_format_problem
 from megatron.storage import hub
 from megatron.storage.urls import location
@@ -19,7 +19,7 @@ def no_checkpoint(folder: CheckpointPath, do: str = "check the path") -> Checkpo
             f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
             do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
         )
-    why = None if folder.is_dir() else "there is no such folder"
+    why = no_folder(folder)
     near = why and hub.hint(folder, "python -m megatron.tools.checkpoint from-hf hf://{} OUT")
     return CheckpointError(f"{folder} holds no checkpoint", why, near or do)
 

@@ -44,6 +44,11 @@ _COMPANIONS = (
 )
 _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB=2**30, TiB=2**40)
 
+SAVE_AGAIN = (  # pickled weights as safetensors
+    "python -c \"from transformers import AutoModelForCausalLM as M; f = '{}'; M.from_pretrained(f).save_pretrained(f)\" "
+    "adds model.safetensors to it"
+)
+
 
 class TensorGroup(NamedTuple):
     """Tensors to write, in order, and the function that creates them on demand. dtypes: if they are not the file's."""
@@ -163,7 +168,7 @@ def _file_names(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder} has no model.safetensors",
             "it holds pickled weights, which are not opened" if pickled else None,
-            "save the model with safe_serialization=True" if pickled else WHOLE,
+            SAVE_AGAIN.format(folder) if pickled else WHOLE,
         )
     if (folder / "model.safetensors").exists():
         raise CheckpointError(

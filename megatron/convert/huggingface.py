@@ -28,11 +28,11 @@ from megatron.convert import compressed_tensors, hf_files
 from megatron.convert.families import Family, exported, knows_layers, prompts_for
 from megatron.convert.fitted import fit
 from megatron.convert.hf_tokenizer import ExportedTokenizer, own_template, write_tokenizer
-from megatron.convert.imported import imported_state
+from megatron.convert.imported import imported_state, untrained_of
 from megatron.convert.merged import for_export
 from megatron.convert.same_ids import same_ids
 from megatron.data.vocabulary import learned_vocabulary
-from megatron.errors import CheckpointError, DataError, Failure, SettingsError
+from megatron.errors import CheckpointError, DataError, Failure, MissingPackage, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
@@ -231,12 +231,13 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
         content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
-        content |= learned_vocabulary(words)
+        content |= learned_vocabulary(words) | dict(untrained=untrained_of(placements))
         content["source"] = hf_files.about(source, settings) | source_config(settings, content["vocabulary"])
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
-        notices = [f"{out}: {kind} of {sum(math.prod(placed.shape) for placed in placements.values()):,} parameters"]
+        size = sum(math.prod(placed.shape) for placed in placements.values() if placed.buffer is None)
+        notices = [f"{out}: {kind} of {size:,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else hf_files.without_tokenizer(source))
         notices.append(_said_of_numbers(len(wanted), inexact))
         notices += [*family.notices, *fitted.notices, *of_generation, *of_words]
@@ -345,7 +346,7 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        raise SettingsError(
+        raise MissingPackage(
             "both models are compared before anything is written, which needs transformers",
             do="pip install transformers, or convert with --unchecked",
         ) from None

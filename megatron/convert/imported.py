@@ -13,6 +13,7 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.store import Piece
 from megatron.convert.megatron_optimizer import compared_settings, position_of
 from megatron.errors import CheckpointError
+from megatron.mpu.placement import Placement
 from megatron.settings import schema
 from megatron.storage.new_folder import removed_after_error
 
@@ -92,6 +93,13 @@ def _continue_run(content: dict[str, Any], facts: Mapping[str, Any], fresh: dict
     return (
         f"weights and optimizer state of iteration {position['iteration']}, after {updates} updates and "
         f"{position['consumed_samples']} samples"
+    )
+
+
+def untrained_of(placements: Mapping[str, Placement]) -> dict[str, Any]:
+    """The record of what an import does not train: its buffers, such as the counters of a router (name -> rule)."""
+    return dict(
+        frozen=[], buffers={name: placed.buffer.combine for name, placed in placements.items() if placed.buffer}
     )
 
 

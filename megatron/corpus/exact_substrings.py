@@ -26,7 +26,7 @@ from megatron.corpus.duplicates.pairs import RunReader, RunWriter, each_partitio
 from megatron.corpus.duplicates.shards import blocks_of_lines, document_of, encoded, fates
 from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_hashes, word_bounds
 from megatron.corpus.stage import Counts, Made, StagePhase, of_each_shard, options_of
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage, SettingsError
 
 VERSION = "2"  # of the output of this stage's tasks
 REASON = "exact_substring"
@@ -227,7 +227,7 @@ def _suffix_arrays():
         import pydivsufsort
     except ImportError as error:
         do = "pip install '.[corpus]' (or pydivsufsort)"
-        raise SettingsError("exact substrings need the package pydivsufsort", str(error), do) from None
+        raise MissingPackage("exact substrings need the package pydivsufsort", str(error), do) from None
     return pydivsufsort
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.corpus.filters import FILTERS
 from megatron.corpus.recipe import StageWanted
 from megatron.corpus.stage import Filter
-from megatron.errors import SettingsError, UsageError, did_you_mean
+from megatron.errors import MissingPackage, UsageError, did_you_mean
 from megatron.telemetry.own_code import checksum, file_of, own_files
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -63,7 +63,9 @@ def load(address: str, where: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             raise UsageError(f"{where}: there is no module {module}", str(error), "check its name") from None
-        raise SettingsError(f"{where}: {module} needs the package {error.name}", do="pip install '.[corpus]'") from None
+        raise MissingPackage(
+            f"{where}: {module} needs the package {error.name}", do="pip install '.[corpus]'"
+        ) from None
     if not hasattr(imported, name):
         raise UsageError(f"{where}: {module} has no {name}", do=f"it has: {', '.join(_public(imported))}")
     return getattr(imported, name)

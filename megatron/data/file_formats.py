@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from megatron.errors import DataError, did_you_mean
+from megatron.errors import DataError, MissingPackage, did_you_mean
 
 TAR, LINES, TEXT = "tar", "lines", "text"
 HEAD = 512  # bytes that identify a file: the header of a tar archive
@@ -123,7 +123,7 @@ def zstd(path: object = ""):
         import zstandard
     except ImportError:
         what = f"{path}: zstd files need the package zstandard".removeprefix(": ")
-        raise DataError(what, do="pip install zstandard") from None
+        raise MissingPackage(what, do="pip install zstandard") from None
     return zstandard
 
 
@@ -333,7 +333,7 @@ def _pyarrow(path: str, kind: str):
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        raise DataError(
+        raise MissingPackage(
             f"{path} holds {kind}: reading it needs the package pyarrow", do="pip install pyarrow"
         ) from None
     return pyarrow

@@ -26,7 +26,7 @@ from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
 from megatron.mpu.cpu_threads import cores
-from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.base import ENDS_OF_TEXT, Tokenizer
 
 SMALL_INPUT = 1 << 19  # bytes: the reference tokenizer is done before a faster one is loaded and checked
 
@@ -60,6 +60,8 @@ def preprocess(
     """
     if settings.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this vocabulary has no token for the end of a document", do="drop --append-eod")
+    if settings.append_eod:
+        log(end_of_document(tokenizer))
     started = time.perf_counter()
     sources = find_sources(settings.input, settings.document_separator, settings.json_keys, settings.lines_only)
     form = FORMATS[settings.output_format]
@@ -96,6 +98,18 @@ def preprocess(
             team.shared, partitions, workspace, form, encoder.screen, sources if encoder.origins else None
         )
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
+
+
+def end_of_document(tokenizer: Tokenizer) -> str:
+    """The line that says which token ends documents, and which one might be meant instead.
+
+    Tokenizers of chat models have the end of an answer as their `eos_token`.
+    """
+    names = {id: name for name, id in tokenizer.special_tokens.items()}
+    name = names.get(tokenizer.eod, tokenizer.decode([tokenizer.eod]))
+    others = [f"{one} ({tokenizer.pieces[one]})" for one in ENDS_OF_TEXT if one in tokenizer.pieces and one != name]
+    instead = "; --append-eod takes the tokenizer's eos_token: docs/tokenizers.md says how to take "
+    return f"end of document: {name} ({tokenizer.eod}){(instead + others[0]) if others else ''}"
 
 
 def preprocess_and_report(settings, tokenizer: Tokenizer, start: float, split: Callable | None = None) -> None:

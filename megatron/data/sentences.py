@@ -8,7 +8,7 @@ needs no data. `auto` uses nltk if available, else sentencex, and logs which.
 import re
 from collections.abc import Callable
 
-from megatron.errors import DataError, did_you_mean
+from megatron.errors import DataError, MissingPackage, did_you_mean
 
 ISO_CODES = dict(
     czech="cs",
@@ -52,7 +52,7 @@ def make_splitter(
     if library == "auto":
         try:
             library, split = "nltk", _nltk(language, keep_newlines)
-        except DataError as error:
+        except (DataError, MissingPackage) as error:
             library, split = "sentencex", _sentencex(language, keep_newlines)
             why = f" ({error.what}: Megatron-LM's sentences, by nltk's Punkt, differ in places)"
     else:
@@ -65,7 +65,7 @@ def _sentencex(language: str, keep_newlines: bool):
     try:
         import sentencex
     except ImportError:
-        raise DataError("--split-sentences needs the package sentencex", do="pip install sentencex") from None
+        raise MissingPackage("--split-sentences needs the package sentencex", do="pip install sentencex") from None
     code = ISO_CODES.get(language.lower(), language.lower())
     if keep_newlines:
         return lambda text: sentencex.segment(code, text)
@@ -77,9 +77,9 @@ def _nltk(language: str, keep_newlines: bool):
         from nltk.tokenize import punkt
     except ImportError:
         do = "pip install nltk, or use --sentence-splitter sentencex"
-        raise DataError("the package nltk is not on this machine", do=do) from None
+        raise MissingPackage("the package nltk is not on this machine", do=do) from None
     if not hasattr(punkt, "PunktTokenizer"):  # earlier versions run code from their data
-        raise DataError("the package nltk is older than 3.8.2", do="pip install --upgrade nltk")
+        raise MissingPackage("the package nltk is older than 3.8.2", do="pip install --upgrade nltk")
     try:
         tokenizer = punkt.PunktTokenizer(language)
     except LookupError:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Optional
 
 from megatron.model.facts import Facts
-from megatron.model.linear_kinds import WEIGHT, LinearChoice, chosen_of, here_it_is, linear_layers
+from megatron.model.linear_kinds import WEIGHT, LinearChoice, chosen_of, linear_layers, no_layers
 from megatron.model.weights import Table
 from megatron.mpu.placement import Placement
 from megatron.settings.schema import Config, Precision
@@ -136,14 +136,12 @@ def problems(config: Config, tables: Mapping[int, Table], tp: int) -> list[str]:
     blocks = config.model.num_layers
     names = {full_name(layer, name, blocks): name for layer, table in tables.items() for name in linear_layers(table)}
     each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
-    unknown = [
-        f"--{flag.replace('_', '-')}: '{one.pattern}' is no linear layer of this model{here_it_is(one.pattern)}; {each}"
+    unknown = {
+        flag: [one.pattern for one in patterns(getattr(config.precision, flag)) if not any(map(one.matches, names))]
         for flag in FLAGS
-        for one in patterns(getattr(config.precision, flag))
-        if not any(map(one.matches, names))
-    ]
-    if unknown:
-        return unknown
+    }
+    if any(unknown.values()):
+        return [no_layers(f"--{flag.replace('_', '-')}", own, each) for flag, own in unknown.items() if own]
     layers = fp8_layers(config, tables)
     if not layers.fp8:
         why = "; ".join(f"{reason}: {', '.join(_short(names))}" for reason, names in layers.others.items())

@@ -17,7 +17,7 @@ patterns before, and `-KIND` is taken away: a layer can be of the kinds in `TOGE
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -127,6 +127,29 @@ def here_it_is(pattern: str) -> str:
     return f"; here it is {THEIR_NAMES[name]}{split}" if name in THEIR_NAMES else ""
 
 
+def no_layers(flag: str, patterns: Sequence[str], each: str) -> str:
+    """The problem of patterns that match no layer. flag: with its value, if that is known; each: the layers that there are
+
+    >>> no_layers("--lora-target q_proj,v_proj", ["q_proj", "v_proj"], "each block has mlp.up").partition("; here")[0]
+    "--lora-target q_proj,v_proj: 'q_proj', 'v_proj' are no linear layers of this model"
+    """
+    what = f"{', '.join(map(repr, patterns))} {'is no linear layer' if len(patterns) == 1 else 'are no linear layers'}"
+    here = "".join(dict.fromkeys(map(here_it_is, patterns)))
+    return f"{flag}: {what} of this model{here}; {each}{_in_our_names(flag, patterns)}"
+
+
+def _in_our_names(flag: str, patterns: Sequence[str]) -> str:
+    """A flag with the names that layers have here, as the end of a sentence; "" if some have none."""
+    name, _, value = flag.partition(" ")
+    names = {pattern: THEIR_NAMES.get(pattern.rpartition(".")[2]) for pattern in patterns}
+    if not value or not all(names.values()):
+        return ""
+    items = [item.partition("=") for item in value.replace(",", " ").split()]
+    ours = dict.fromkeys(f"{names.get(item, item)}{equals}{kind}" for item, equals, kind in items)
+    split = any(pattern.rpartition(".")[2] in part for pattern in patterns for part in FUSED)
+    return f"; say {name} {','.join(ours)}{' --lora-split-fused' * (split and name == '--lora-target')}"
+
+
 def linear_layers(table: Table) -> list[str]:
     """The linear layers in a block's table of weights."""
     return [name.removesuffix(WEIGHT) for name, placed in table.items() if name.endswith(WEIGHT) and placed.matrices]
@@ -139,12 +162,9 @@ def chosen_layers(facts: Any, how: quantization.QuantizeOptions) -> list[str]:
     """
     names = {f"blocks.{layer}.{name}": name for layer, table in facts.tables.items() for name in linear_layers(table)}
     skip = [LinearChoice(pattern, "") for pattern in quantization.skipped_layers(how.quantize_skip, "--quantize-skip")]
-    for choice in skip:
-        if not any(map(choice.matches, names)):
-            raise SettingsError(
-                f"--quantize-skip: '{choice.pattern}' is no linear layer of this model",
-                do=f"each block has {', '.join(dict.fromkeys(names.values()))}",
-            )
+    if unknown := [choice.pattern for choice in skip if not any(map(choice.matches, names))]:
+        each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
+        raise SettingsError(no_layers(f"--quantize-skip {how.quantize_skip}", unknown, each))
     return [name for name in names if not any(one.matches(name) for one in skip)]
 
 
@@ -230,13 +250,15 @@ def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) ->
 def _no_layers(settings: Model, missing: Iterable[str], names: Mapping[str, str]) -> list[str]:
     """The problems of patterns that match no layer, those of absent blocks together. names: of layers -> within a block"""
     each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
-    found, absent = [], {}
+    unknown: dict[str, list[str]] = {}  # flag -> patterns
+    absent: dict[str, list[str]] = {}
     for pattern in missing:
         flag, block = _flag_of(settings, pattern), re.match(r"blocks\.(\d+)\.", pattern)
         if block and int(block[1]) >= settings.num_layers:
             absent.setdefault(flag, []).append(pattern)
         else:
-            found.append(f"{flag}: '{pattern}' is no linear layer of this model{here_it_is(pattern)}; {each}")
+            unknown.setdefault(flag, []).append(pattern)
+    found = [no_layers(flag, patterns, each) for flag, patterns in unknown.items()]
     blocks = f"its blocks are 0 to {settings.num_layers - 1}"
     return found + [f"{flag}: the model has no {', '.join(patterns)}; {blocks}" for flag, patterns in absent.items()]
 

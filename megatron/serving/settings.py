@@ -60,12 +60,7 @@ class ServeOptions:
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
-        "default: as trained",
-        None,
-        "--bf16=bf16",
-        "--fp16=fp16",
-        "--dtype",
-        also=dict(bfloat16="bf16", float16="fp16", half="fp16", float32="fp32", float="fp32"),
+        "default: as trained", None, "--bf16=bf16", "--fp16=fp16", "--dtype"
     )
     batch_invariant_mode: bool = setting(SAME_BITS, False)
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp", "--tensor-parallel-size")

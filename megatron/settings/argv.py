@@ -41,6 +41,7 @@ def split(argv: list[str], flags: Collection[str]) -> CommandLine:
     Every flag takes any number of words here; their number is checked later.
     """
     line = CommandLine()
+    argv = _without_command(argv, line)
     argv = [with_dashes(part) for word in argv if not _refused(word, flags, line) for part in _parts(word, flags, line)]
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     # Values, not flags: -1e-4, which argparse before 3.14 takes for a flag, only dashes (--document-separator ---), and
@@ -50,9 +51,20 @@ def split(argv: list[str], flags: Collection[str]) -> CommandLine:
     for flag in dict.fromkeys([*OWN, *met]):
         parser.add_argument(flag, nargs="*", action=_Record, dest="words")
     namespace, rest = parser.parse_known_args(argv)
-    line.problems += [f"'{word}' belongs to no flag" for word in rest]
+    line.problems += [f"{', '.join(map(repr, rest))} belong{'s' * (len(rest) == 1)} to no flag"] * bool(rest)
     line.words = getattr(namespace, "words", [])
     return line
+
+
+def _without_command(argv: list[str], line: CommandLine) -> list[str]:
+    """The words without a command in front of its flags, which is a problem: `-- python SCRIPT.py --bf16`."""
+    if "--" not in argv:
+        return argv
+    at = argv.index("--")
+    first = next((place for place in range(at + 1, len(argv)) if re.match("--[A-Za-z]", argv[place])), len(argv))
+    command = " ".join(argv[at:first])
+    line.problems.append(f"this command takes the flags alone: leave '{command}' out")
+    return [*argv[:at], *argv[first:]]
 
 
 class _Record(argparse.Action):

@@ -12,12 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import CheckpointError, DataError, SettingsError, no_such_file
+from megatron.errors import CheckpointError, DataError, SettingsError, no_folder, no_such_file
 from megatron.settings.declare import ON_RESUME, dashed
 from megatron.settings.dialects.hints import as_overrides
 from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
-from megatron.settings.schema import GROUPS, Config, from_record
+from megatron.settings.schema import GROUPS, Config, TokenizerSettings, from_record
 from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import UrlPath, location
@@ -87,9 +87,9 @@ def pretrained_record(start: str, save: Optional[str]) -> dict[str, Any]:
     """The record of `--pretrained-checkpoint`. Raises CheckpointError if there is none, SettingsError if it is `--save`."""
     record = checkpoint_record(start)
     if record is None:
-        found = "" if location(start).is_dir() else "there is no such folder"
+        found = no_folder(location(start))
         do = "files of Paddle (.pdparams) are not read: give a folder that a training saved, or from-hf wrote"
-        raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found or None, do)
+        raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found, do)
     refuse_same(start, save)
     return record
 
@@ -255,6 +255,26 @@ def refuse_uncompressed(expected: Iterable[Compressed], chosen: Mapping[str, Sta
             raise SettingsError(
                 f"{place} is not {one.what}, and {one.where} is on", why, f"--load {do}; or -o {one.switch}=False"
             )
+
+
+def tokenizer_of_checkpoint(folder: str, given: Mapping[str, Any]) -> TokenizerSettings:
+    """The tokenizer of the newest checkpoint of a folder. given: settings of the command line, which come first
+
+    Raises CheckpointError if there is none, SettingsError for a run of numbers, DataError if its files are gone.
+    """
+    try:
+        _, record = saved_record(folder)
+    except (Damaged, OSError) as error:
+        of_transformers = Path(folder, "config.json").is_file()
+        do = f"--tokenizer-model {folder} reads the tokenizer of such a folder" if of_transformers else None
+        raise CheckpointError(f"--load {folder}: {error}", do=do) from None
+    refuse_lost(record, "tokenizer", set(given))
+    own = {name: value for name, value in located(record).get("tokenizer", {}).items() if value is not None}
+    if not any(own.get(name) for name in FILES) and not given:
+        raise SettingsError(
+            f"--load {folder}: the run had no tokenizer", do="give one: --tokenizer-model, --vocab-file"
+        )
+    return TokenizerSettings(**own).overridden(given)
 
 
 def settings_of_shape(groups: Mapping[str, type]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from megatron.errors import UsageError, numbered
 from megatron.settings.dialects.commands import CREATE, ELSEWHERE
 from megatron.settings.dialects.fleetx import BELONGS, keys_beside
 from megatron.settings.dialects.fleetx_files import SECTIONS
-from megatron.settings.dialects.hf_trainer import HERE, HF_TRAINER
+from megatron.settings.dialects.hf_trainer import HF_TRAINER, MEANT_HERE
 from megatron.settings.dialects.megatron_lm import known_flags
 from megatron.settings.dialects.nanogpt import MEANT, NANOGPT
 from megatron.settings.dialects.table import sentence
@@ -39,13 +39,11 @@ def unknown(word, flags: Collection[str]) -> str:
             f"{word.flag} is a flag of python -m megatron.tools.create_pretraining_data, which takes PaddleNLP's "
             f"words{here}"
         )
+    if here := meant_here(word.flag, flags):
+        return f"{where}there is no {spell(word.flag)}: {here}"
     if theirs := of_trainers(word.flag, flags):
         suite, meant, translated = theirs
         return f"{where}{spell(word.flag)} is {suite}'s word: say {' and '.join(map(spell, meant))}{translated}"
-    key = word.flag.lstrip("-").replace("-", "_")
-    here = next((text for keys, text in HERE.items() if key in keys.split()), "")
-    if any(flag in flags for flag in re.findall("--[a-z-]+", here)):
-        return f"{where}there is no {spell(word.flag)}: {here}"
     if near == [word.flag]:  # a flag of Megatron-LM, in a command that trains nothing
         return f"{where}{spell(word.flag)} is for training; this command has no use for it"
     own = sorted(flag for flag in flags if not flag.startswith("--no-"))
@@ -64,6 +62,19 @@ def _near(flag: str, flags: Collection[str]) -> list[str]:
     near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
     # Part of a name: --vocab, --keys.
     return near or [known for known in flags if known.startswith(f"{flag}-") or known.endswith(flag[1:])][:2]
+
+
+def meant_here(flag: str, flags: Collection[str]) -> str:
+    """What to say instead of a word of TRL, PEFT or a planner, in a command with these flags; "" for any other word.
+
+    >>> meant_here("--torch-dtype", ["--load", "--precision"])
+    'say --precision, as in --precision bf16'
+    """
+    key = flag.lstrip("-").replace("-", "_")
+    for keys, text, *known_by in MEANT_HERE:
+        if key in keys.split() and any(one in flags for one in known_by or re.findall("--[a-z-]+", text)):
+            return text
+    return ""
 
 
 def of_trainers(flag: str, flags: Collection[str]) -> Optional[tuple[str, list[str], str]]:

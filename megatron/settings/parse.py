@@ -12,6 +12,7 @@ takes an optional value (`--bf16 true`), and all problems of a command line are 
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron.errors import UsageError
 from megatron.settings import messages, schema
 from megatron.settings.declare import dashed, declared
 from megatron.settings.plan_file import refuse_another_model
-from megatron.settings.reader import FOR_USE, SettingsReader
+from megatron.settings.reader import FOR_USE, SIZES, SettingsReader
 from megatron.settings.spelling import settings_of
 from megatron.settings.statements import NONE, Statement
 
@@ -103,10 +104,12 @@ def parse_with_record(
     chosen = reader.resolve()
     said = " ".join(reader.problems)  # a bad value or a misspelled flag is not reported as missing too
     gives = declared("gives", *groups.values())
-    wrong = {one.setting.name for flag, one in reader.spellings.items() if flag in said.split()}
+    named = set(re.findall(r"--[\w-]+", said))
+    wrong = {one.setting.name for flag, one in reader.spellings.items() if flag in named}
     unread = {name for giver in wrong & gives.keys() for name in gives[giver]} | {
         s.name for s in settings if s.flag in said or s.name in said
     }
+    unread |= SIZES if wrong & {"model_name_or_path", "load"} else set()  # they give the shape
     missing = [s for s in settings if s.required and s.name not in chosen and s.name not in unread]
     if missing:
         why = [sentence for suite in reader.other_suites for sentence in suite.why_missing(missing[0].name)]

@@ -23,11 +23,13 @@ from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset
 from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.storage import hub
+from megatron.storage.urls import location
 
 IMPORT = "python -m megatron.tools.checkpoint from-hf hf://{} DIR, then --load DIR --finetune"  # a model of the hub
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
 # Settings of the model that a checkpoint decides. A command that loads one compares them with it.
 SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in ON_RESUME[:2]}
+SIZES = {"num_layers", "hidden_size", "num_attention_heads"}  # those without a default
 
 REPLACES = declared("replaces", schema.Data)  # a setting that names data -> those whose place it takes
 
@@ -208,7 +210,8 @@ class SettingsReader:
         name = str(chosen.value)
         values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
-            what = f"neither a folder nor a known shape ({', '.join(NAMES)}){nearest(name)}"
+            known = nearest(name) or f" ({', '.join(NAMES)})"
+            what = f"neither a folder nor a known shape{known}"
             if named := hub.hint(name.removeprefix(hub.SCHEME), IMPORT):
                 what = f"no such folder{nearest(name)}{' (the shape alone)' * bool(nearest(name))}; {named}"
             self.problems.append(f"{chosen.words}: {what}")
@@ -335,7 +338,7 @@ class SettingsReader:
         """
         chosen = self.chosen()
         values = {name: one.value for name, one in chosen.items()}
-        lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
+        lacks_shape = not SIZES <= set(chosen)
         asked, start = values.get("use_checkpoint_args"), values.get("pretrained_checkpoint")
         if asked and lacks_shape and not {"load", "pretrained_checkpoint"} & set(values):
             self.problems.append("--use-checkpoint-args needs --load: there is no checkpoint to take them from")
@@ -344,16 +347,22 @@ class SettingsReader:
         folder, step = values.get("load"), values.get("ckpt_step")
         if start is not None and self._begins_with(str(start), values):
             folder, step, values["finetune"] = start, None, True
-        if folder is None or not (asked or lacks_shape and (start is not None or values.get("finetune"))):
+        if folder is None or not (asked or lacks_shape):
             return
         # Imported here: it needs packages that may be missing, which `run_main` reports.
         from megatron.settings.from_checkpoint import (
             Damaged,
+            megatron_format_problem,
             pretrained_record,
             saved_record,
             settings_of_shape,
             shape_of,
         )
+
+        if not (asked or start is not None or values.get("finetune")):
+            if problem := megatron_format_problem(location(str(folder))):
+                self.problems.append(f"{chosen['load'].words}: {problem}, then --load OUT --finetune")
+            return
 
         if lacks_shape and folder == start:
             pretrained_record(start, values.get("save"))

@@ -21,6 +21,8 @@ from megatron.settings.declare import Range, dashed, negated
 from megatron.settings.dialects.megatron_lm import INSTEAD
 from megatron.settings.statements import SaidBy, Statement
 
+# The words of torch and of Hugging Face for number formats, in every setting that has the format among its choices
+FORMATS = dict(bfloat16="bf16", float16="fp16", half="fp16", float32="fp32", float="fp32")
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -203,6 +205,8 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
     if not word.strip():
         raise BadValue("is empty (a shell variable that is not set?)")
     if isinstance(kind, tuple):
+        named = FORMATS.get(word.lower().removeprefix("torch."))
+        word = named if named in kind else word
         for choice in kind:
             if str(choice).lower() == word.lower():
                 return choice

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.errors import DataError, StorageError, UsageError
+from megatron.errors import DataError, MissingPackage, StorageError, UsageError
 
 SCHEME = "hf://"
 MODEL_FILES = (  # of a model, without pickled weights and other libraries' formats
@@ -97,7 +97,7 @@ def _download(named: HubName, patterns: list[str]) -> Path:
         import huggingface_hub
         from huggingface_hub import errors, utils
     except ImportError:
-        raise UsageError(
+        raise MissingPackage(
             f"{text} needs the package huggingface_hub, which is not installed",
             do=f"pip install huggingface_hub (it comes with transformers); or git clone {named.page}, and give that folder",
         ) from None

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage, SettingsError
 
 
 def import_ray(flag: str, module: str = "ray"):
@@ -17,7 +17,7 @@ def import_ray(flag: str, module: str = "ray"):
     try:
         return import_module(module)
     except ImportError as error:
-        raise SettingsError(f"{flag} needs the package ray", str(error), "pip install '.[scale]'") from None
+        raise MissingPackage(f"{flag} needs the package ray", str(error), "pip install '.[scale]'") from None
 
 
 def connect(ray, cores: Optional[int] = None) -> None:

@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-from megatron.errors import Failure, StorageError, UsageError
+from megatron.errors import Failure, MissingPackage, StorageError, UsageError
 
 PACKAGES = {"s3": "s3fs", "memory": "fsspec"}  # protocol -> its package
 TRIES, PAUSE = 5, 0.2  # of a request; seconds before the second try, doubled before each further one
@@ -92,7 +92,7 @@ def _require_package(protocol: str) -> None:
 
     missing = [name for name in dict.fromkeys(("fsspec", PACKAGES[protocol])) if find_spec(name) is None]
     if missing:
-        raise UsageError(
+        raise MissingPackage(
             f"{protocol}:// needs the package {' and '.join(missing)}",
             do="pip install '.[storage]' (or -r requirements.txt)",
         )

@@ -10,7 +10,7 @@ Draw with the colours of the light scheme; in the SVG each becomes a CSS variabl
 
 import io
 
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage
 
 THEME = {  # colour in the light scheme -> in the dark one
     "#1f2937": "#e5e7eb",  # INK
@@ -30,7 +30,9 @@ def new_figure(width: float, height: float, needed_by: str):
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SettingsError(f"{needed_by} needs the package matplotlib", str(error), "pip install matplotlib") from None
+        raise MissingPackage(
+            f"{needed_by} needs the package matplotlib", str(error), "pip install matplotlib"
+        ) from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

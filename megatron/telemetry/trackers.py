@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage, SettingsError
 from megatron.settings.schema import Logging
 
 WANDB_RUN = "wandb_run"  # entry of state.json: id of the training's run at Weights & Biases; NAME.txt in --save
@@ -141,6 +141,6 @@ def keep_wandb_run(folder: Path, run_id: str) -> None:
 
 
 def missing_package(flag: str, package: str, error: ImportError) -> SettingsError:
-    return SettingsError(
+    return MissingPackage(
         f"{flag} needs the package {package}", why=str(error), do=f"pip install {package}, or leave {flag} out"
     )

@@ -44,6 +44,7 @@ SPECIAL = dict(
     bos=("[BOS]", "<BOS>", "<bos>", "<s>"),
     eos=("[EOS]", "<EOS>", "<eos>", "</s>"),
 )
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdoc|>")  # names that say that a document ends
 SENTINEL = "<extra_id_{}>"  # replaces a masked span, from 0 on, as in T5 and Megatron-LM
 INNER = "##"  # prefix of a WordPiece token that continues a word
 

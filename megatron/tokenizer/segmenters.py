@@ -9,7 +9,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 
-from megatron.errors import DataError
+from megatron.errors import MissingPackage
 
 Segment = Callable[[str], list[str]]
 PACKAGES = {"jieba": ("jieba", "jieba"), "lac": ("LAC", "lac"), "seg": ("LAC", "lac")}  # name -> module, its package
@@ -28,7 +28,7 @@ def make_segmenter(name: str, needed_by: str = "") -> Segment:
     if spec is None:
         who = needed_by or f"--cn-seg-func {name}"
         do = f"pip install {package}, or give text that is cut into words already: --cn-splited"
-        raise DataError(f"{who} needs the package {package}, which is not installed", do=do)
+        raise MissingPackage(f"{who} needs the package {package}, which is not installed", do=do)
     load = functools.cache(dict(jieba=_jieba, lac=lambda: _lac("lac"), seg=lambda: _lac("seg"))[name])
     return lambda text: load()(text)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megatron.errors import DataError, no_such_file
+from megatron.errors import DataError, MissingPackage, no_such_file
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Encode, Tokenizer, fingerprint
 from megatron.tokenizer.segmenters import Segment, make_segmenter
@@ -36,7 +36,9 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         model = _processor(data)
         size = model.GetPieceSize()
     except ImportError:
-        raise DataError("SentencePiece models need the package sentencepiece", do="pip install sentencepiece") from None
+        raise MissingPackage(
+            "SentencePiece models need the package sentencepiece", do="pip install sentencepiece"
+        ) from None
     except Exception as error:
         raise DataError(f"--tokenizer-model {path}: not a SentencePiece model", str(error)) from None
     if size == 0:

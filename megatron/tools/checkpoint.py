@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, run_main
+from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, no_folder, run_main
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
@@ -193,7 +193,7 @@ def verify(path: Path, which: WhichCheckpoint, how: VerifyOptions) -> None:
         folders = list(checkpoints(path).values())
     if not folders:
         choose(path)  # says what there is instead
-        raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
+        raise CheckpointError(f"{path} holds no checkpoint", no_folder(path))
     count = 0
     for folder in folders:
         started = time.perf_counter()
@@ -300,7 +300,7 @@ def repair(path: Path, which: WhichCheckpoint, how: RepairOptions) -> None:
     else:
         folders = [one for step, one in checkpoints(path).items() if which.ckpt_step in (None, step)]
     if not folders:
-        raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
+        raise CheckpointError(f"{path} holds no checkpoint", no_folder(path))
     problems = []
     for folder in folders:
         try:
@@ -327,7 +327,7 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
         )
     found = folder.checkpoints(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
+        raise CheckpointError(f"{path} holds no checkpoint", no_folder(path))
     newest = folder.read_tracker(path)
     if newest not in found:
         raise CheckpointError(

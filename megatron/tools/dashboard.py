@@ -11,7 +11,7 @@ appear by themselves. The page is for this machine alone, unless --host says oth
 import importlib.util
 from dataclasses import dataclass
 
-from megatron.errors import Failure, UsageError, run_main
+from megatron.errors import MissingPackage, UsageError, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise Failure(f"the dashboard needs {' and '.join(missing)}", do="pip install starlette uvicorn")
+        raise MissingPackage(f"the dashboard needs {' and '.join(missing)}", do="pip install starlette uvicorn")
     from megatron.guard.run_state import look_at
     from megatron.pipeline.recorded import pictures_of
     from megatron.telemetry.dashboard.runs import Runs

@@ -4,6 +4,7 @@
     python -m megatron.tools.dump_samples --data-path corpus_text_document --seq-length 1024 --seed 1234 \
         --split 969,30,1 --train-samples 16000 --first 3 --text --tokenizer-type GPT2BPETokenizer \
         --vocab-file vocab.json --merge-file merges.txt
+    python -m megatron.tools.dump_samples --data-path corpus_text_document --train-samples 16000 --text --load CHECKPOINTS
 
 Each sample is a line, in the order of training (step k takes samples [k x global batch, (k + 1) x global batch)): its
 place, the token file, its number there before the shuffle, its pieces as [document, offset, length], and its
@@ -23,9 +24,11 @@ from typing import Any, Literal, Optional
 from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.declare import dashed
+from megatron.settings.from_checkpoint import tokenizer_of_checkpoint
 from megatron.settings.groups.tokenizer import idle_words
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, TokenizerSettings, setting
+from megatron.settings.statements import given_values
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class DumpOptions:
         True,
         "--bert-no-binary-head=false",
     )
-    text: bool = setting("decode the tokens; needs the tokenizer's flags", False)
+    text: bool = setting("decode the tokens; needs --load, or the tokenizer's flags", False)
+    load: Optional[str] = setting("folder of checkpoints (an import, or a run) whose tokenizer is taken", None)
 
 
 COMMON = (
@@ -60,6 +64,7 @@ COMMON = (
     "first",
     "start",
     "text",
+    "load",
     "vocab_file",
     "merge_file",
     "tokenizer_type",
@@ -69,7 +74,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     """Parse, build the dataset, print."""
-    groups = parse(
+    groups, said = parse_with_record(
         argv,
         dict(dump=DumpOptions, data=Data, tokenizer=TokenizerSettings, masked=MaskedSettings),
         prog="python -m megatron.tools.dump_samples",
@@ -83,8 +88,11 @@ def main(argv: list[str]) -> None:
             raise SettingsError(f"{words}: has to be {'at least 1' if least else '0 or more'}")
     masked = dump.model_type != "GPT"
     why = "--text" if dump.text else f"--model-type {dump.model_type}"
-    tokenizer = _tokenizer(groups["tokenizer"], why if dump.text or masked and not data.mock_data else "")
-    vocab_size = groups["tokenizer"].vocab_size if tokenizer is None and data.mock_data else None
+    named = groups["tokenizer"]
+    if dump.load:
+        named = tokenizer_of_checkpoint(dump.load, given_values(TokenizerSettings, said))
+    tokenizer = _tokenizer(named, why if dump.text or masked and not data.mock_data else "")
+    vocab_size = named.vocab_size if tokenizer is None and data.mock_data else None
     if tokenizer is not None:
         vocab_size = tokenizer.vocab_size
     if dump.text:
@@ -155,7 +163,7 @@ def _tokenizer(settings: TokenizerSettings, needed: str):
         if needed:
             raise SettingsError(
                 f"{needed} needs a tokenizer",
-                do="--tokenizer-type with --vocab-file and --merge-file, or --tokenizer-model",
+                do="--load CHECKPOINTS, --tokenizer-type with --vocab-file and --merge-file, or --tokenizer-model",
             )
         return None
     from megatron.tokenizer import build_tokenizer, tokenizer_type

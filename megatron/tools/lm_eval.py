@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from megatron.errors import DataError, Failure, SettingsError, did_you_mean, missing_file, run_main
+from megatron.errors import DataError, MissingPackage, SettingsError, did_you_mean, missing_file, run_main
 from megatron.guard.job import check_shares, on_ranks
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
@@ -101,7 +101,7 @@ def evaluate(
     try:
         import lm_eval
     except ImportError as error:
-        raise Failure("lm-evaluation-harness is not installed", str(error), "pip install '.[eval]'") from None
+        raise MissingPackage("lm-evaluation-harness is not installed", str(error), "pip install '.[eval]'") from None
     from megatron.inference.load import load_model, open_tokenizer
 
     loaded = load_model(

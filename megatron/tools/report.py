@@ -127,7 +127,8 @@ def data(history: History) -> facts.Rows:
         share = 1.0 if len(blend.prefixes) == 1 else blend.weights and blend.weights[place]
         had = f"{share:.1%} of the samples: about {count(share * samples)}, {count(share * tokens)} tokens"
         rows.append((prefix, had if share else "as large a part as it has of all tokens"))
-    return rows + ([("split", str(group["split"]))] if group.get("split") else [])
+    cut = group.get("split") and not group.get("train_data_path")  # otherwise each part has files of its own
+    return rows + ([("split", str(group["split"]))] if cut else [])
 
 
 def run_names(places: list[Path]) -> list[str]:

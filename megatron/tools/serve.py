@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from megatron.errors import Failure, run_main
+from megatron.errors import MissingPackage, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.mpu.cpu_memory import bound_kernel_caches
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         notes = [] if settings.replica_of else idle_flags(quantize, given)
         rank_env.print_notes(notes)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-            raise Failure(f"the server needs {', '.join(missing)}", do="pip install '.[serve]'")
+            raise MissingPackage(f"the server needs {', '.join(missing)}", do="pip install '.[serve]'")
         if settings.replica_of is not None:
             die_with_parent()
         read_keys(settings.api_key_file)

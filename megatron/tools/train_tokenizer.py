@@ -23,7 +23,7 @@ from typing import Literal, Optional
 
 from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.data.json_input import find_sources, read_texts
-from megatron.errors import DataError, SettingsError, run_main
+from megatron.errors import DataError, MissingPackage, SettingsError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
@@ -161,7 +161,7 @@ def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tup
     try:
         from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
     except ImportError:
-        raise DataError("--kind unigram needs the package sentencepiece", do="pip install sentencepiece") from None
+        raise MissingPackage("--kind unigram needs the package sentencepiece", do="pip install sentencepiece") from None
     path, model = Path(settings.output) / "tokenizer.model", io.BytesIO()
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     if not lines:

@@ -30,7 +30,7 @@ from typing import Optional
 from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, DumpSite, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
-from megatron.errors import DataError, SettingsError, no_such_file, run_main
+from megatron.errors import DataError, MissingPackage, SettingsError, no_such_file, run_main
 from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
         import mwparserfromhell  # noqa: F401  # checked before anything is written
     except ImportError as error:
         do = "pip install '.[corpus]' (or mwparserfromhell)"
-        raise DataError("dumps of wikis need the package mwparserfromhell", str(error), do) from None
+        raise MissingPackage("dumps of wikis need the package mwparserfromhell", str(error), do) from None
     start = time.perf_counter()
     counts, set_aside = extract(dump, options)
     seconds = time.perf_counter() - start

@@ -9,7 +9,7 @@ import pytest
 import preprocess_data
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.data.origin import lines_at
-from megatron.errors import DataError
+from megatron.errors import DataError, MissingPackage
 
 ROWS = [dict(id=n, body=f"row {n} \u4e2d\r\n" * (n % 5), parts=[f"one {n}.", "Two."], raw=b"\xff") for n in range(2500)]
 VOCABULARY = "--tokenizer-type NullTokenizer --vocab-size 500".split()
@@ -106,6 +106,6 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
 def test_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(600))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="needs the package pyarrow") as error:
+    with pytest.raises(MissingPackage, match="needs the package pyarrow") as error:
         lines(tmp_path / "a.parquet")
     assert "pip install pyarrow" in str(error.value)

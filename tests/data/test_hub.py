@@ -14,7 +14,7 @@ import pytest
 
 from megatron.convert.hf_files import read_json
 from megatron.data.json_input import find_sources, read_blocks
-from megatron.errors import CheckpointError, DataError, StorageError, UsageError
+from megatron.errors import CheckpointError, DataError, MissingPackage, StorageError, UsageError
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 from megatron.tasks.chat import files_of
@@ -169,7 +169,9 @@ def test_without_a_network_the_cache_serves_and_a_message_says_what_to_do(server
 
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match="(?s)pip install huggingface_hub.*git clone https://huggingface.co/org/small"):
+    with pytest.raises(
+        MissingPackage, match="(?s)pip install huggingface_hub.*git clone https://huggingface.co/org/small"
+    ):
         hub.fetched("hf://org/small", hub.MODEL_FILES)
 
 

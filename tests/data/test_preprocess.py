@@ -195,6 +195,27 @@ def test_stdin_of_a_pipe(vocab, tmp_path, root):
     assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", False)
 
 
+def test_the_token_that_ends_documents_is_named(vocab, corpus, tmp_path, capsys):
+    """The tokenizer's eos_token: a chat model's has the end of an answer there, and says so."""
+    from tokenizers import Tokenizer, models
+
+    run(vocab, corpus, tmp_path / "out", "--append-eod")
+    assert "end of document: <|endoftext|> (" in capsys.readouterr().out
+    words = {"<|endoftext|>": 0, "a": 1, "<|im_end|>": 2}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|im_end|>")))
+    line = ["--input", str(corpus), "--output-prefix", str(tmp_path / "chat"), "--tokenizer-model", str(tmp_path)]
+    preprocess_data.main([*line, "--append-eod", "--workers", "1"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("end of document")]
+    assert len(said) == 1 and said[0].startswith(
+        "end of document: <|im_end|> (2); --append-eod takes the tokenizer's eos"
+    )
+    assert said[0].endswith("how to take <|endoftext|> (0)")
+    assert np.fromfile(tmp_path / "chat_text_document.bin", np.uint16)[-1] == 2
+    preprocess_data.main([*line, "--workers", "1"])
+    assert "end of document" not in capsys.readouterr().out
+
+
 def test_what_it_prints(vocab, corpus, tmp_path, capsys):
     run(vocab, corpus, tmp_path / "out", "--log-interval", "10", "--tensor-model-parallel-size", "2")
     out, err = capsys.readouterr()

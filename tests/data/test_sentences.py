@@ -11,7 +11,7 @@ import pytest
 
 import preprocess_data
 from megatron.data.sentences import make_splitter
-from megatron.errors import DataError, UsageError
+from megatron.errors import DataError, MissingPackage, UsageError
 
 TEXT = (
     "Dr. Smith met Mr. Jones at 5 p.m. on Jan. 3. He paid $3.50 (approx.) for it!  Was that wise?\n\nNobody knows. "
@@ -128,11 +128,11 @@ def test_nltk_that_is_not_there_or_too_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "nltk", types.ModuleType("nltk"))
     monkeypatch.setitem(sys.modules, "nltk.tokenize", types.ModuleType("nltk.tokenize"))
     sys.modules["nltk.tokenize"].punkt = types.SimpleNamespace()
-    with pytest.raises(DataError, match="older than 3.8.2") as error:
+    with pytest.raises(MissingPackage, match="older than 3.8.2") as error:
         make_splitter("nltk", "english", False)
-    assert error.value.code == 4
+    assert error.value.code == 3
     without_nltk(monkeypatch)
-    with pytest.raises(DataError, match="nltk is not on this machine"):
+    with pytest.raises(MissingPackage, match="nltk is not on this machine"):
         make_splitter("nltk", "english", False)
 
 

@@ -20,7 +20,7 @@ WAITED = "rank 4 waited 600 s for another rank (--distributed-timeout-minutes 10
 ENDS = {
     "unknown flag": (2, "--tpp: unknown flag", "", False, "command", "stop"),
     "settings": (3, "--tensor-model-parallel-size 3 does not divide 4 heads", "", False, "command", "stop"),
-    "package": (1, "the package transformers is missing in /usr/bin/python", "", False, "command", "stop"),
+    "package": (3, "the package transformers is missing in /usr/bin/python", "", False, "command", "stop"),
     "folder of another user": (6, "/runs: Permission denied", "", False, "command", "stop"),
     "locked": (10, "runs/a is written to by process 4242 on n3", "", True, "command", "stop"),
     "no such script": (127, "", "bash: torchrunn: command not found", False, "command", "stop"),

@@ -21,8 +21,9 @@ from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import hf_settings
 from megatron.tools import checkpoint as tool
-from megatron.tools import generate
+from megatron.tools import dump_samples, generate
 from megatron.training.conversion_commands import fresh_state
+from tests.inference.test_families import CASES, COMMON
 
 transformers = pytest.importorskip("transformers")
 END, BEGIN = 40, 41
@@ -163,6 +164,10 @@ def test_token_files_of_an_import_have_the_ids_of_transformers(source, tmp_path,
         line = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(out), "--append-eod", "--workers", "1"]
         preprocess_data.main([*line, *given])
         assert np.fromfile(f"{out}_text_document.bin", np.uint16).tolist() == expected, words
+    show = f"--data-path {out}_text_document --train-samples 2 --seq-length 3 --split 1,0,0 --first 1 --text"
+    dump_samples.main([*show.split(), "--load", str(tmp_path / "ours")])
+    (shown,) = map(json.loads, capsys.readouterr().out.splitlines()[-1:])
+    assert shown["text"] == theirs.decode(shown["tokens"])
     for folder, said in ((source, f"--tokenizer-model {source} reads"), (tmp_path / "none", "holds no checkpoint")):
         with pytest.raises(Failure) as raised:
             preprocess_data.main([*line, "--load", str(folder)])
@@ -352,3 +357,21 @@ def test_generate_downloads_a_name_of_the_hub(monkeypatch):
         generate.main(["--load-exported", "hf://Org/Nope", "--prompt", "a"])
     with pytest.raises(UsageError, match="import it: .*need no import: --load-exported hf://Org/Nope"):
         generate.main(["--load", "hf://Org/Nope", "--prompt", "a"])
+
+
+def test_pickled_weights_are_refused_with_a_command_that_saves_them_again(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(Failure) as refused:
+        hf_files.TensorFiles(tmp_path)
+    assert f"f = '{tmp_path}'; M.from_pretrained(f).save_pretrained(f)" in str(refused.value)
+
+
+def test_parameters_are_counted_as_transformers_counts_them(tmp_path, capsys):
+    """Counters of a router are none: of an import, and of its checkpoint."""
+    config = transformers.AutoConfig.for_model("mixtral", **COMMON | CASES["mixtral"])
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "hf")
+    tool.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "ours"), "--unchecked"])
+    assert f" of {theirs.num_parameters():,} parameters" in capsys.readouterr().out
+    tool.main(["inspect", str(tmp_path / "ours")])
+    assert f"  {theirs.num_parameters():,} parameters, " in capsys.readouterr().out

@@ -20,6 +20,7 @@ from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
 from megatron.model.linear_kinds import chosen
+from megatron.model.lora import with_adapters
 from megatron.mpu.linear_product import LinearProduct, attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Draws, seed_of
@@ -212,6 +213,20 @@ def test_what_a_pattern_picks():
 def test_what_cannot_be_is_said(flags, said):
     [problem] = check(settings("mask", flags)[1], 1)
     assert said in problem
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--lora-rank 2 --lora-target q_proj,v_proj,mlp.down", "say --lora-target attention.qkv,mlp.down --lora-split"),
+        ("--lora-rank 2 --lora-target mlp.c_fc", "; say --lora-target mlp.up"),
+        ("--linear q_proj=plain,fc2=lora --lora-rank 2", "; say --linear attention.qkv=plain,mlp.down=lora"),
+    ],
+)
+def test_one_message_has_all_names_of_another_library_and_the_flag_with_ours(flags, said):
+    [problem] = check(with_adapters(parse_any(f"{LINE} {flags}".split())), 1)
+    assert said in problem and problem.count("each block has") == 1
 
 
 @pytest.mark.sampled(1)

@@ -115,6 +115,6 @@ def test_missing_packages_are_told_first(tmp_path, network):
         "util.find_spec = lambda name, *more: None if name in ('ftfy', 'mwparserfromhell') else find(name, *more)\n"
     )
     done = call(tmp_path / "out", "--tokenizer-type", "NullTokenizer", **network, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and "missing packages: mwparserfromhell ftfy" in done.stderr
+    assert done.returncode == 3 and "missing packages: mwparserfromhell ftfy" in done.stderr
     done = call(tmp_path / "out", "--no-clean", **network, PYTHONPATH=str(tmp_path))
     assert "missing packages: mwparserfromhell\n" in done.stderr and not (tmp_path / "curl.txt").exists()

@@ -3,6 +3,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,13 @@ def test_a_way_to_ask_each_fact_is_held_out(tmp_path):
     assert len(valid) == len(quickstart_chat.facts()) > 100
     assert not asked & {question["content"] for question, _ in valid}
     assert {answer["content"] for _, answer in valid} <= told
+
+
+def test_what_was_learned_is_said_by_the_right_answers():
+    assert quickstart_chat.verdict(57, 114).startswith("It has learned to answer, not to know")
+    few = quickstart_chat.verdict(4, 114)
+    assert few.startswith("It has not learned to answer yet: 4 of 114") and "--train-iters 400" in few
+    assert "has learned" not in Path(quickstart_chat.__file__).with_suffix(".sh").read_text()
 
 
 @pytest.mark.full

@@ -157,6 +157,13 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     assert page.locator("#keys").is_visible()
     page.keyboard.press("Escape")
     assert not page.locator("#keys").is_visible()
+    before = page.input_value("#prompt")
+    page.focus("#prompt")
+    page.keyboard.press("?")  # in a text it is text
+    assert page.input_value("#prompt") == before + "?" and not page.locator("#keys").is_visible()
+    page.focus("#tint")
+    page.keyboard.press("?")
+    assert page.locator("#keys").is_visible()
 
 
 @pytest.mark.sampled(5)

@@ -124,6 +124,8 @@ def test_a_flag_sets_its_field(line, name, value):
         ("--count 1 --number 2", "--count 1 and --number 2 contradict each other (both set --count)"),
         ("--count 3 --then --count 1 --number 2", "--count 1 and --number 2 contradict each other"),
         ("--be --choice a", "--be and --choice a contradict each other"),
+        ("stray other --count 3", "'stray', 'other' belong to no flag"),
+        ("-- python -m pretrain_gpt --count 3", "takes the flags alone: leave '-- python -m pretrain_gpt' out"),
         ("--then stray --count 3", "'stray' belongs to no flag"),
         ("--num-layers 3", "--num-layers is a setting of pretraining; this command has no use for it"),
         ("--word=", "--word is empty"),

@@ -143,7 +143,7 @@ def test_where_there_is_no_checkpoint(tmp_path, saved):
     with pytest.raises(UsageError) as refused:
         parse_any(f"{REST} --load {tmp_path} --finetune".split())
     assert f"no shape of a model can be taken from --load: {tmp_path} holds no checkpoint" in str(refused.value)
-    assert "missing: --num-layers" in str(refused.value)
+    assert "missing" not in str(refused.value)  # a shape would not help
     with pytest.raises(UsageError, match="has no checkpoint of iteration 7"):
         parse_any(f"{REST} --load {saved} --finetune --ckpt-step 7".split())
     with pytest.raises(UsageError, match="or the checkpoint.s: --finetune for a new run .* --use-checkpoint-args"):

@@ -61,6 +61,48 @@ def test_the_page_for_users_of_hugging_face_names_flags_that_there_are(theirs, h
         assert "did you mean" not in alone or there & set(re.findall("--[a-z0-9-]+", alone)), (word, alone)
 
 
+ELSEWHERE = [  # command, line, what the message says, what it must not say
+    ("plan", "--model llama-3-8b --world-size 8", "no --model: say --model-name-or-path", "missing"),
+    ("plan", "--gpus 8 --model-name-or-path gpt2", "no --gpus: say --world-size", "--nproc-per-node"),
+    ("plan", "--gpu H100 --model-name-or-path gpt2", "no --gpu: say --device-name", "--nproc-per-node"),
+    ("plan", "--model-name-or-path llama3-8b", "shape; did you mean llama-3-8b?", "missing|gpt2-small"),
+    ("pretrain", "--gpus 8 --model-name-or-path gpt2", "--nproc-per-node N starts a process for each GPU", "world"),
+    ("pretrain", "--torch_dtype bfloat16 --model-name-or-path gpt2", "no --torch-dtype: say --precision", "unknown"),
+    ("pretrain", "--dataset_text_field text --model-name-or-path gpt2", "preprocess_data.py --json-keys", "unknown"),
+    ("generate", "--torch_dtype bfloat16 --load x --prompt y", "no --torch-dtype: say --precision", "unknown"),
+    ("generate", "--model x --prompt y", "no --model: say --load, or --load-exported", "unknown"),
+    ("checkpoint", "to-hf x y --torch_dtype bfloat16", "no --torch-dtype: say --dtype", "unknown"),
+    ("preprocess", "--input x --output-prefix y --model z", "no --model: say --load, a folder", "exported"),
+]
+
+
+@pytest.mark.parametrize("command, line, said, unsaid", ELSEWHERE, ids=[f"{row[0]} {row[1]}" for row in ELSEWHERE])
+def test_hints_are_those_of_the_command(command, line, said, unsaid):
+    import preprocess_data
+    import pretrain_gpt
+    from megatron.tools import checkpoint, generate, plan
+
+    tools = dict(plan=plan, pretrain=pretrain_gpt, generate=generate, checkpoint=checkpoint, preprocess=preprocess_data)
+    with pytest.raises(UsageError) as refused:
+        tools[command].main(line.split())
+    assert said in str(refused.value) and not any(one in str(refused.value) for one in unsaid.split("|"))
+
+
+@pytest.mark.parametrize("word", ["bfloat16", "torch.bfloat16", "bf16"])
+def test_number_formats_have_the_names_of_torch_too(word):
+    """In each command that takes a format."""
+    from megatron.serving.settings import ServeOptions
+    from megatron.tools.evaluate import EvaluateOptions
+    from megatron.training.conversion_commands import ToHFOptions
+
+    assert parse_pretrain(["--precision", word, *SHAPE]).precision.precision == "bf16"
+    assert parse_pretrain(["--exp-avg-dtype", word, *SHAPE]).optimizer.exp_avg_dtype == "bf16"
+    for group, flag in ((ServeOptions, "--dtype"), (EvaluateOptions, "--precision"), (ToHFOptions, "--dtype")):
+        assert spellings_of(dict(own=group))[flag].value([word]) == "bf16"
+    with pytest.raises(UsageError, match="'float16' is none of fp32, bf16"):
+        parse_pretrain(["--exp-avg-dtype", "float16", *SHAPE])
+
+
 def test_words_of_paddle_in_the_other_command_for_data(capsys):
     import preprocess_data
 

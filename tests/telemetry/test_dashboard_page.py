@@ -120,6 +120,19 @@ def test_curves_of_two_runs_that_go_on(visit, folder):
     assert page.evaluate(PIXELS, ["lm loss", ORANGE]) == 0 and "hide=wide" in page.url
 
 
+def test_a_metric_that_a_short_run_alone_has_fills_its_chart(visit, tmp_path):
+    """Beside a run of 300 steps, whose events it does not mark; the loss of both has the range of both."""
+    write(tmp_path / "long", launch(), *(step(n, 4 - n / 100) for n in range(1, 301)))
+    write(tmp_path / "short", launch(), *(step(n, 3.0, **{"dpo loss": 0.7 - n / 100}) for n in range(1, 21)))
+    event = dict(time=1.0, event="spike", level="warning", iteration=10, rank=None, message="a spike")
+    (tmp_path / "long" / "events.jsonl").write_text(json.dumps(event) + "\n")
+    report.main([str(tmp_path / "long"), str(tmp_path / "short"), "--output", str(tmp_path / "a.html")])
+    page = visit(f"file://{tmp_path / 'a.html'}#smoothing=0")
+    wait_for(page, "cards.get('dpo loss')?.u && cards.get('lm loss')?.u")
+    ends = "(chart) => [cards.get(chart).u.scales.x.min, cards.get(chart).u.scales.x.max]"
+    assert page.evaluate(ends, "dpo loss") == [1, 20] and page.evaluate(ends, "lm loss") == [1, 300]
+
+
 def test_a_report_is_the_page_with_its_data_inside(visit, folder, tmp_path):
     """One file from a disk: curves, axes, smoothing, heat maps, the pipeline and events, without a server."""
     report.main([str(folder / "slow"), str(folder / "wide"), "--output", str(tmp_path / "a.html"), "--title", "Two"])

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from megatron.errors import DataError, SettingsError, UsageError
+from megatron.errors import DataError, MissingPackage, SettingsError, UsageError
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import TokenizerSettings as Settings
 from megatron.tokenizer import build_tokenizer
@@ -179,7 +179,7 @@ def test_gpt_chinese_gives_transformers_cpm_ids(chinese_model, monkeypatch):
 
 def test_gpt_chinese_without_jieba_is_told(chinese_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
-    with pytest.raises(DataError, match="GPTChineseTokenizer needs the package jieba, which is not installed"):
+    with pytest.raises(MissingPackage, match="GPTChineseTokenizer needs the package jieba, which is not installed"):
         build_tokenizer(Settings("GPTChineseTokenizer", tokenizer_model=str(chinese_model)))
 
 

@@ -321,9 +321,9 @@ MISTAKES = [
     ("--cn_splited --cn_whole_word_segment --cn_split_dimer=", 2, "--cn-split-dimer is empty"),
     ("--cn_whole_word_segment", 3, "needs a WordPiece vocabulary"),
     ("--cn_seg_func pkuseg", 2, "--cn-seg-func"),
-    ("--tokenizer_name ErnieTokenizer --model_name {w} --cn_whole_word_segment", 4, "needs the package jieba"),
-    ("--tokenizer_name BertTokenizer --model_name {w} --cn_whole_word_segment --cn_seg_func lac", 4, "the package lac"),
-    ("--split_sentences --sentence_splitter nltk", 4, "nltk"),
+    ("--tokenizer_name ErnieTokenizer --model_name {w} --cn_whole_word_segment", 3, "needs the package jieba"),
+    ("--tokenizer_name BertTokenizer --model_name {w} --cn_whole_word_segment --cn_seg_func lac", 3, "the package lac"),
+    ("--split_sentences --sentence_splitter nltk", 3, "nltk"),
     ("--output_prefix {t}/old", 4, "would share the name"),
     ("--output_prefix {t}/blank.jsonl/x", 6, "cannot write"),
     ("--cn_segfunc jieba", 2, "unknown flag --cn-segfunc; did you mean --cn-seg-func"),
@@ -335,7 +335,7 @@ MISTAKES = [
 @pytest.mark.parametrize("words, code, message", MISTAKES)
 def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path, monkeypatch, words, code, message):
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
-    for name in ("jieba", "LAC"):  # as where they are not installed
+    for name in ("jieba", "LAC", "nltk"):  # as where they are not installed
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.jsonl").write_text("\n \n")

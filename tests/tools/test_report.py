@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron.telemetry.history import History, read_history
 from megatron.telemetry.report_compare import tiles as compared
 from megatron.telemetry.report_facts import perplexity, read_evaluation, tiles
 from megatron.telemetry.run_record import JsonLines
+from megatron.tools import report
 from megatron.tools.report import build, main
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer=dict(lr=0.0006, lr_decay_iters=None))
@@ -237,6 +239,14 @@ def test_a_page_has_one_perplexity_and_says_whose(tmp_path):
     (tmp_path / "evaluation.json").write_text(json.dumps(dict(wikitext=found | dict(data=None))))
     history = read_history(tmp_path / "metrics.jsonl")
     assert perplexity(history, read_evaluation(tmp_path)) == (12.5, "held out: wikitext, 100.0 k tokens, iteration 60")
+
+
+def test_files_of_a_part_of_their_own_are_not_split():
+    of = lambda **data: SimpleNamespace(
+        group=lambda name: data | dict(split="969,30,1"), steps=[dict(consumed_samples=4)], sample_tokens=8
+    )
+    assert [name for name, _ in report.data(of(train_data_path=["a"]))] == ["a"]
+    assert [name for name, _ in report.data(of(data_path=["a"]))] == ["a", "split"]
 
 
 def test_schedule_data_memory_and_events_are_told(tmp_path):

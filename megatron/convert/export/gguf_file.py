@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.convert.export import gguf_vocabulary
 from megatron.convert.families import Family
 from megatron.convert.hf_tokenizer import ExportedTokenizer
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage, SettingsError
 from megatron.inference.quantize import Int4, Rounded
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
@@ -95,7 +95,8 @@ def refuse_other(family: Family) -> Architecture:
     """The architecture of a family. Raises SettingsError if llama.cpp does not run it, or runs it differently."""
     if family.kind not in ARCHITECTURES:
         others = "--format hf" if getattr(family.facts.settings, "mixture", False) else "--format hf or onnx"
-        raise SettingsError(f"--format gguf: {family.kind} is not exported for llama.cpp", do=others)
+        why = f"it is exported for {', '.join(ARCHITECTURES)}"
+        raise SettingsError(f"--format gguf: {family.kind} is not exported for llama.cpp", why, others)
     config = family.theirs(None, "float32")
     longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
     activation, scalar = config.get("activation_function", "gelu_new"), config.get("query_pre_attn_scalar")
@@ -309,5 +310,5 @@ def library():
     try:
         import gguf
     except ImportError:
-        raise SettingsError("--format gguf needs the package gguf", do="pip install gguf") from None
+        raise MissingPackage("--format gguf needs the package gguf", do="pip install gguf") from None
     return gguf

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, MissingPackage
 
 SECONDS = 3600  # for all prompts of a comparison
 
@@ -102,7 +102,7 @@ def require() -> None:
     except ValueError:
         found = None
     if found is None:
-        raise SettingsError(
+        raise MissingPackage(
             "logits are compared with llama.cpp's before anything is written, which needs xllamacpp",
             do="pip install xllamacpp, or --no-check to export without the comparison",
         )

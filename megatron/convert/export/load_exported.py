@@ -22,7 +22,7 @@ from megatron.convert.export.write import RECORD, empty_past
 from megatron.convert.fitted import fit
 from megatron.convert.hf_tokenizer import tokenizer_in
 from megatron.convert.imported import imported_state
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, SettingsError, no_folder
 from megatron.inference.load import Loaded, build_model
 from megatron.inference.quantize import attach, free_weights, linear_layers
 from megatron.inference.stages import Halves, chunks_of
@@ -66,7 +66,7 @@ def load_exported(
     if form is None and (problem := foreign_format(place)):
         raise CheckpointError(f"--load-exported {folder} holds no export", problem)
     if form is None:
-        there = "there is no such folder" if not place.is_dir() else f"it has neither {RECORD} nor config.json"
+        there = no_folder(place) or f"it has neither {RECORD} nor config.json"
         do = hub.hint(folder) or own_format(place) or "python -m megatron.tools.export"
         raise CheckpointError(f"--load-exported {folder} holds no export", there, do)
     if form == "hf":

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export.passes import move_to_device_pass
 
 from megatron.convert.export.tracing import GROUP, Program, record
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, MissingPackage, SettingsError
 from megatron.inference.scoring import ALONE
 from megatron.mpu.mesh import Axis
 
@@ -107,7 +107,7 @@ def onnxruntime():
     try:
         import onnxruntime
     except ImportError:
-        raise SettingsError(
+        raise MissingPackage(
             "ONNX programs are run by onnxruntime, which is not installed",
             do="pip install onnxruntime; --no-check exports without the comparison",
         ) from None
@@ -120,7 +120,7 @@ def require_onnx() -> None:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError:
-        raise SettingsError(
+        raise MissingPackage(
             "--format onnx needs the packages onnx and onnxscript", do="pip install onnxscript"
         ) from None
 

@@ -185,6 +185,12 @@ class ExportSource:
             return self.quantized(wanted.dtype, wanted.quantize).model
         return self.model(wanted.dtype)
 
+    def format_of(self, wanted: Wanted) -> str:
+        """The format of an export's weights, in words: fp32, or `int4 and fp32` where layers are quantized."""
+        stored = self.record.get(QUANTIZED, {}).get("quantize")
+        whole = (wanted.quantize.quantize or stored or "int8") if self.rounds(wanted) else wanted.dtype
+        return str(wanted.dtype) if whole == wanted.dtype else f"{whole} and {wanted.dtype}"
+
     @torch.no_grad()
     def compared(self, form: str, wanted: Wanted, theirs: torch.Tensor, outputs, **more) -> Agreement:
         """Compare what the client of an export computes with the model of the file, and with that of the checkpoint.
@@ -194,13 +200,12 @@ class ExportSource:
         ours = outputs(self.model_of(wanted))
         same = wanted.dtype == "fp32" and not self.rounds(wanted) and self.trained == self.path
         checkpoint = ours if same else outputs(load_model(str(self.trained), precision="fp32").model)
-        stored = self.record.get(QUANTIZED, {}).get("quantize")
-        whole = (wanted.quantize.quantize or stored or "int8") if self.rounds(wanted) else None
-        to = " and ".join(dict.fromkeys(word for word in (whole, str(wanted.dtype)) if word))
         if form.endswith(ROUNDED_INPUTS) and wanted.form != "hf":
             of_weights = replace(wanted, form="onnx")  # a program of torch records what training computes
             more["plain"] = outputs(_model_of_weights(self, of_weights))
-        return agreement(form, wanted.dtype, theirs=theirs, ours=ours, checkpoint=checkpoint, to=to, **more)
+        return agreement(
+            form, wanted.dtype, theirs=theirs, ours=ours, checkpoint=checkpoint, to=self.format_of(wanted), **more
+        )
 
     def prompts(self) -> torch.Tensor:
         """Fixed token ids [s, b]."""

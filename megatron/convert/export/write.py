@@ -26,7 +26,7 @@ from megatron.convert.export.tracing import program_of
 from megatron.convert.hf_tokenizer import ExportedTokenizer
 from megatron.convert.merged import for_export
 from megatron.data.vocabulary import learned_vocabulary
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, MissingPackage, SettingsError
 from megatron.inference import generation_config
 from megatron.inference.agreement import Agreement
 from megatron.inference.quantized import refuse_twice
@@ -98,13 +98,8 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
         (folder / "README.md").write_text(_card(source, out, wanted, files, tokenizer, agreed), encoding="utf-8")
     compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
     unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
-    return [
-        f"{out}: {kind_of(source.facts)} of iteration {source.iteration} in {', '.join(files)} ({wanted.dtype})",
-        *compared,
-        *unchecked,
-        *more,
-        *notices,
-    ]
+    kind = f"{kind_of(source.facts)} of iteration {source.iteration}"
+    return [f"{out}: {kind} in {', '.join(files)} ({source.format_of(wanted)})", *compared, *unchecked, *more, *notices]
 
 
 def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
@@ -206,7 +201,7 @@ def _of_transformers(source: ExportSource, transformers, folder: Path, products)
 def _require_compressed_tensors() -> None:
     """Raise SettingsError where the package is not installed."""
     if importlib.util.find_spec("compressed_tensors") is None:
-        raise SettingsError(
+        raise MissingPackage(
             "transformers needs the package compressed-tensors for quantized weights",
             do="pip install compressed-tensors, or --no-check to export without the comparison",
         )

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron.corpus.duplicates import shingles
 from megatron.corpus.duplicates.shards import Numbering, blocks_of_lines, encoded, read_facts, text_of, write_facts
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, MissingPackage, SettingsError
 
 KINDS = ("minhash", "one_permutation")
 FORMAT = 1  # of the files of fingerprints
@@ -74,7 +74,7 @@ def _rensa():
         import rensa
     except ImportError as error:
         do = "pip install '.[corpus]'; in a recipe, kind: one_permutation does not need it"
-        raise SettingsError("signatures of the kind minhash need the package rensa", str(error), do) from None
+        raise MissingPackage("signatures of the kind minhash need the package rensa", str(error), do) from None
     return rensa
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Optional
 import numpy as np
 
 from megatron.corpus.stage import Document, Verdict
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage, SettingsError
 
 _TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
 # Elements without contents, or that end at the next one of their kind: they do not nest.
@@ -95,7 +95,7 @@ def _trafilatura(main_content: bool) -> Callable[[str], Optional[str]]:
 
 
 def _missing(package: str, why: Optional[str] = None) -> SettingsError:
-    return SettingsError(f"extracting texts from pages needs the package {package}", why, "pip install '.[corpus]'")
+    return MissingPackage(f"extracting texts from pages needs the package {package}", why, "pip install '.[corpus]'")
 
 
 EXTRACTORS = {"resiliparse": _resiliparse, "trafilatura": _trafilatura}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Optional, Union
 
 from megatron.corpus.stage import Document, Verdict
-from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.errors import DataError, MissingPackage, SettingsError, did_you_mean
 
 UNKNOWN = "unknown"
 PREFIX = "__label__"  # of fastText's labels
@@ -162,7 +162,7 @@ def _package(name: str, install: str = ""):
         return importlib.import_module(name)
     except ImportError:
         do = "pip install '.[corpus]'"
-        raise SettingsError(f"this language detector needs the package {install or name}", do=do) from None
+        raise MissingPackage(f"this language detector needs the package {install or name}", do=do) from None
 
 
 class FastTextClassifier:

@@ -22,7 +22,7 @@ import unicodedata
 from functools import cache
 
 from megatron.corpus.stage import Document, Verdict
-from megatron.errors import SettingsError
+from megatron.errors import MissingPackage
 
 KNOWN = "3281edbd1e8f1760"  # fingerprint of ftfy's patterns for which the list above was verified
 _ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
@@ -117,7 +117,7 @@ def rules_of_ftfy() -> FtfyRules:
     try:
         import ftfy
     except ImportError:
-        raise SettingsError("repairing texts needs the package ftfy", do="pip install '.[corpus]'") from None
+        raise MissingPackage("repairing texts needs the package ftfy", do="pip install '.[corpus]'") from None
     return FtfyRules(ftfy)
 
 

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from megatron.corpus.lines import lines
 from megatron.corpus.stage import Document, Verdict
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, MissingPackage, SettingsError
 
 
 class UrlFilter:
@@ -189,7 +189,7 @@ def _public_suffixes():
         from tld import get_tld
     except ImportError as error:
         do = "pip install '.[corpus]' (or tld)"
-        raise SettingsError(
+        raise MissingPackage(
             "names without a dot need the list of public suffixes, package tld", str(error), do
         ) from None
     return get_tld

@@ -16,7 +16,7 @@ from typing import Optional
 
 from megatron.corpus.openwebtext.fetch import Refused
 from megatron.corpus.processes import end, process_pool
-from megatron.errors import DataError
+from megatron.errors import MissingPackage
 
 SCRAPERS = dict(newspaper="resiliparse", trafilatura="trafilatura", bs4="lxml", raw="resiliparse")  # -> its packages
 SECONDS = 30  # limit for a page
@@ -80,7 +80,7 @@ class ScraperPool:
             __import__(needed)
         except ImportError as error:
             do = f"pip install '.[corpus]' (or {needed})"
-            raise DataError(f"--scraper {scraper} needs the package {needed}", str(error), do) from None
+            raise MissingPackage(f"--scraper {scraper} needs the package {needed}", str(error), do) from None
         self._scraper, self._seconds = scraper, seconds
         self._idle: asyncio.Queue[Optional[ProcessPoolExecutor]] = asyncio.Queue()
         for _ in range(processes):

@@ -284,6 +284,7 @@ function theme() {
   document.documentElement.dataset.theme = dark ? "light" : "dark";
 }
 
+const writes = (target) => !!target.closest?.("textarea, select, input:not([type=checkbox])"); // where a key is text
 const keys = () => ($("keys").open ? $("keys").close() : $("keys").showModal());
 $("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
 $("cancel").addEventListener("click", () => running?.abort());
@@ -310,6 +311,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.altKey && event.code === "KeyN" && !$("new").hidden) { event.preventDefault(); restart(); }
   else if (event.altKey && event.code === "KeyD") { event.preventDefault(); theme(); }
   else if (event.altKey && event.code === "KeyK") { event.preventDefault(); keys(); }
+  else if (event.key === "?" && !$("keys").open && !writes(event.target)) { event.preventDefault(); keys(); }
 });
 $("panes").classList.add("tinted");
 $("settings").open = !matchMedia("(max-width: 640px)").matches; // folded on a phone

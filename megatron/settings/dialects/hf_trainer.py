@@ -73,30 +73,48 @@ IDLE = {
     "the vocabulary is written into the token files' record": "overwrite_cache cache_dir streaming",
     "compiled layers take torch's own choices": "torch_compile_backend torch_compile_mode",
 }
-# Words of TRL, PEFT and `generate` of transformers that are no flags -> what is meant here.
-HERE = {
-    "max_length max_seq_length": "say --seq-length",
-    "dataset_name": "conversations are finetune.py --train-data FILE; preprocess_data.py --input hf://datasets/ORG/NAME "
-    "makes token files of texts, for --data-path",
-    "dataset_text_field": "preprocess_data.py --json-keys names the text",
-    "assistant_only_loss completion_only_loss": "the loss is on answers alone, unless --train-on-prompt is given",
-    "chat_template_path": "say --chat-template",
-    "packing": "say --packing, with finetune.py --task chat",
-    "beta": "say --dpo-beta",
-    "use_peft": "say --lora-rank R",
-    "r lora_r": "say --lora-rank",
-    "target_modules lora_target_modules": "say --lora-target, which names layers as they are called here",
-    "modules_to_save lora_modules_to_save": "say --train-only PATTERN, beside --lora-rank",
-    "load_in_4bit load_in_8bit": "a base of --lora-rank is not quantized in training (see checkpoint quantize)",
-    "merge_and_unload": "checkpoint merge-lora does it, and to-hf by itself, of a run with --lora-rank",
-    "neftune_noise_alpha": "no noise is added to embeddings (--hidden-dropout)",
-    "eval_strategy save_strategy": "say --eval-interval, --save-interval, or --save-epoch",
-    "report_to": "say --wandb-project, or --tensorboard-dir",
-    "do_sample": "tokens are drawn (--temperature, --top-k, --top-p) unless --greedy is given",
-    "apply_chat_template": "generate --chat writes prompts in the chat template, as megatron.tools.serve does",
-    "model model_path model_name_or_path": "say --load, or --load-exported for a folder of Hugging Face",
-    "gpu gpus n_gpu": "--device cuda; megatron.tools.launch --nproc-per-node N starts a process for each GPU",
-}
+MODEL = "model model_path model_id model_name_or_path"
+PLANS = "--published"  # a flag of megatron.tools.plan alone
+# Words of TRL, PEFT, `generate` of transformers and planners that are no flags, what is meant here, and the flag by which a
+# command is known that the row is for (default: any flag that the sentence has). The first row for a command counts.
+MEANT_HERE = (
+    ("max_length max_seq_length", "say --seq-length"),
+    (
+        "dataset_name",
+        "conversations are finetune.py --train-data FILE; preprocess_data.py --input hf://datasets/ORG/NAME makes token "
+        "files of texts, for --data-path",
+    ),
+    ("dataset_text_field text_column text_column_name", "preprocess_data.py --json-keys names the text"),
+    (
+        "dataset_text_field text_column text_column_name",
+        "preprocess_data.py --json-keys NAME makes token files of the texts, for --data-path",
+    ),
+    ("torch_dtype dtype model_dtype", "say --dtype, as in --dtype bf16"),
+    ("torch_dtype dtype model_dtype", "say --precision, as in --precision bf16"),
+    ("assistant_only_loss completion_only_loss", "the loss is on answers alone, unless --train-on-prompt is given"),
+    ("chat_template_path", "say --chat-template"),
+    ("packing", "say --packing, with finetune.py --task chat"),
+    ("beta", "say --dpo-beta"),
+    ("use_peft", "say --lora-rank R"),
+    ("r lora_r", "say --lora-rank"),
+    ("target_modules lora_target_modules", "say --lora-target, which names layers as they are called here"),
+    ("modules_to_save lora_modules_to_save", "say --train-only PATTERN, beside --lora-rank"),
+    ("load_in_4bit load_in_8bit", "a base of --lora-rank is not quantized in training (see checkpoint quantize)"),
+    ("merge_and_unload", "checkpoint merge-lora does it, and to-hf by itself, of a run with --lora-rank"),
+    ("neftune_noise_alpha", "no noise is added to embeddings (--hidden-dropout)"),
+    ("eval_strategy save_strategy", "say --eval-interval, --save-interval, or --save-epoch"),
+    ("report_to", "say --wandb-project, or --tensorboard-dir"),
+    ("do_sample", "tokens are drawn (--temperature, --top-k, --top-p) unless --greedy is given"),
+    ("apply_chat_template", "generate --chat writes prompts in the chat template, as megatron.tools.serve does"),
+    (MODEL, "say --load, or --load-exported for a folder of Hugging Face", "--load-exported"),
+    (MODEL, "say --model-name-or-path: a known shape, such as llama-3-8b, or a folder of checkpoints"),
+    (MODEL, "say --load, a folder of checkpoints"),
+    ("gpus n_gpu ngpus", "say --world-size: ranks in all (--local-world-size: ranks of a node)", PLANS),
+    ("nodes num_nodes n_nodes", "say --world-size, ranks in all, and --local-world-size, ranks of a node", PLANS),
+    ("gpu gpu_type gpu_name gpu_model hardware", "say --device-name, as in --device-name H100", PLANS),
+    ("gpu_memory gpu_memory_gb vram", "say --device-memory-gb", PLANS),
+    ("gpu gpus n_gpu ngpus", "--device cuda; megatron.tools.launch --nproc-per-node N starts a process for each GPU"),
+)
 LOST = {
     "it counts steps or epochs: --save-interval, --save-epoch, --eval-interval, --eval-epoch": """logging_strategy
         eval_strategy evaluation_strategy save_strategy""",
@@ -238,5 +256,5 @@ HF_TRAINER = Dialect(
     DEFAULTS,
     programs=PROGRAMS,
     configs=CONFIGS,
-    nearby=HERE,
+    nearby={keys: text for keys, text, *_ in reversed(MEANT_HERE)},
 )

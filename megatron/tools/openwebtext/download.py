@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from megatron.corpus.openwebtext.download_record import DownloadRecord, PageOutcome, write_sqlite
-from megatron.errors import DataError, Interrupted, Preempted, SettingsError, run_main
+from megatron.errors import DataError, Interrupted, MissingPackage, Preempted, SettingsError, run_main
 from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
         import aiohttp  # noqa: F401  # checked before anything is written
         import protego  # noqa: F401
     except ImportError as error:
-        raise DataError(
+        raise MissingPackage(
             "download needs the packages aiohttp and protego", str(error), "pip install '.[corpus]'"
         ) from None
     download(Path(source), options)

@@ -19,6 +19,7 @@ const $ = (id) => document.getElementById(id);
 
 const view = { axis: "iteration", smoothing: SMOOTHING, clip: false, between: null, log: new Map(), hidden: new Set() };
 let runs = [], charts = [], events = [], full = null; // full: [first, last] place of all curves, without zoom
+const whole = new Map(); // run -> [first, last] place of its curves, without zoom
 const cards = new Map(); // chart id -> Card
 
 // -- small things ------------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class Card {
       this.u = new uPlot(this.options(), data, this.plot);
     } else {
       this.u.setData(data, false);
-      this.u.batch(() => { this.u.setScale("x", { min: range()[0], max: range()[1] }); this.u.setScale("y", { min: 0, max: 0 }); });
+      this.u.batch(() => { this.u.setScale("x", { min: this.range()[0], max: this.range()[1] }); this.u.setScale("y", { min: 0, max: 0 }); });
     }
     this.plot.setAttribute("aria-label", this.spoken());
     this.values_(null);
@@ -208,22 +209,27 @@ class Card {
     const unit = this.chart.unit;
     return {
       width: this.plot.clientWidth || 400, height: HEIGHT, legend: { show: false }, series, padding: [8, 22, 0, 0],
-      scales: { x: { time: false, range: () => range() }, y: { distr: isLog(this.chart) ? 3 : 1, range: (u, low, high) => this.limits(low, high) } },
+      scales: { x: { time: false, range: () => this.range() }, y: { distr: isLog(this.chart) ? 3 : 1, range: (u, low, high) => this.limits(low, high) } },
       axes: [xAxis(), { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 62, space: 34, gap: 6,
         grid: { stroke: themed(THEME.line), width: 1 }, ticks: { show: false }, filter: (u, splits) => splits,
         ...(isLog(this.chart) ? { splits: logSplits } : {}),
         values: (u, splits) => ticks(splits, unit).map((text, at) => (isLog(this.chart) && !fits(u, splits[at]) ? "" : text)) }],
       cursor: { y: false, sync: { key: "runs", setSeries: false, scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
         points: { size: 7 }, dataIdx: (u, number, index) => nearest(u.data[number], index), bind: { dblclick: () => () => (zoom(null), null) } },
-      hooks: { setCursor: [(u) => this.values_(u.cursor.idx)], drawAxes: [(u) => drawEvents(u)],
+      hooks: { setCursor: [(u) => this.values_(u.cursor.idx)], drawAxes: [(u) => drawEvents(u, new Set(this.tables.map((curve) => curve.run)))],
         setSelect: [(u) => { if (u.select.width > 3) { zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
           u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); } }] },
     };
   }
 
+  range() {
+    // The range of the x axis: of the runs that this chart shows, so that a short run's own metrics fill their charts.
+    return view.between ?? around([...new Set(this.tables.map((curve) => curve.run))].map((run) => whole.get(run))) ?? full ?? [0, 1];
+  }
+
   limits(low, high) {
     // The range of the y axis: of the visible points, clipped without the outermost ones of each curve.
-    const [from, to] = range(), lows = [], highs = [];
+    const [from, to] = this.range(), lows = [], highs = [];
     for (const curve of this.tables ?? []) {
       const y = (curve.smooth && view.clip ? curve.smooth : curve.y).filter((value, at) => value != null && curve.x[at] >= from && curve.x[at] <= to && (!isLog(this.chart) || value > 0));
       if (!y.length) continue;
@@ -277,7 +283,7 @@ class Card {
       setCursor(this, Math.min(xs.length - 1, Math.max(0, now + (key === "ArrowRight" ? far : -far))));
       $("spoken").textContent = `${this.at.textContent}: ${this.values.innerText}`;
     } else if (key === "+" || key === "=" || key === "-") {
-      const [low, high] = range(), middle = xs[now] ?? (low + high) / 2, share = key === "-" ? 2 : 0.5;
+      const [low, high] = this.range(), middle = xs[now] ?? (low + high) / 2, share = key === "-" ? 2 : 0.5;
       zoom([middle - (middle - low) * share, middle + (high - middle) * share]);
     } else return;
     event.preventDefault();
@@ -328,14 +334,14 @@ function setLog(id, on) {
 
 const range = () => view.between ?? full ?? [0, 1];
 
-function drawEvents(u) {
-  // Dotted lines at restarts, warnings and errors.
+function drawEvents(u, runs) {
+  // Dotted lines at restarts, warnings and errors of the runs that a chart shows.
   const { ctx } = u, { top, height, left, width } = u.bbox, ratio = devicePixelRatio, places = new Set();
   ctx.save();
   ctx.setLineDash([2 * ratio, 3 * ratio]);
   ctx.lineWidth = ratio;
   for (const event of events) {
-    if ((event.level === "info" && !MARKED.includes(event.event)) || event.at == null) continue;
+    if ((event.level === "info" && !MARKED.includes(event.event)) || event.at == null || !runs.has(event.run)) continue;
     const x = Math.round(u.valToPos(event.at, "x", true));
     if (x < left || x > left + width || places.has(x)) continue;
     places.add(x);
@@ -424,10 +430,17 @@ function spread(chart) {
 }
 
 function ends() {
-  const firsts = [], lasts = [];
-  for (const curve of charts.flatMap((chart) => chart.curves)) if (curve.x.length) { firsts.push(curve.x[0]); lasts.push(curve.x.at(-1)); }
-  if (!firsts.length) return null;
-  const [low, high] = [Math.min(...firsts), Math.max(...lasts)];
+  // Note the ends of each run's curves, and return those of all.
+  whole.clear();
+  for (const { run, x } of charts.flatMap((chart) => chart.curves)) if (x.length) whole.set(run, around([whole.get(run), [x[0], x.at(-1)]]));
+  return around([...whole.values()]);
+}
+
+function around(ranges) {
+  // The range that contains all of these; those that are not known are left out.
+  const known = ranges.filter((one) => one);
+  if (!known.length) return null;
+  const [low, high] = [Math.min(...known.map((one) => one[0])), Math.max(...known.map((one) => one[1]))];
   return low < high ? [low, high] : [low - 1, high + 1];
 }
 
