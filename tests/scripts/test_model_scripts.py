@@ -371,7 +371,7 @@ def test_ranks_that_share_a_model(env, ranks, wanted):
 def test_the_folder_of_a_trained_model_is_a_variable(name):
     done = bash(name)
     assert done.returncode == 5 and "no checkpoints/gpt_345M, where" in done.stderr
-    assert f"-> CHECKPOINTS=FOLDER bash {SCRIPTS[name]}\n" in done.stderr
+    assert f"-> CHECKPOINTS=FOLDER bash {FOLDER}/{name}.sh\n" in done.stderr
 
 
 def test_an_evaluation_is_shared_between_ranks():
