@@ -26,6 +26,7 @@ export_model() { # size, ranks that will share the model, flags of tools.export,
             folder=$SHRUNK/pruned
         fi
     fi
+    need_model "$folder"
     run_tool megatron.tools.export --load "$folder" --output "$out" "${flags[@]}" --then "${FLAGS[@]}"
 }
 
@@ -35,6 +36,7 @@ generate_text() { # size, ranks that share the model, words of the command line;
     : "${NPROC:=$2}"
     FLAGS=("${@:3}")
     ! given --dry-run || predict "$size" "$NPROC"
+    [ -n "${EXPORT:-}" ] || need_model "${model[1]}"
     choose_ranks 1
     if [ -n "${SHRINK:-}" ]; then
         NPROC=$((NPROC > 1 ? 2 : 1))
@@ -49,13 +51,20 @@ generate_text() { # size, ranks that share the model, words of the command line;
 }
 
 evaluate_model() { # size, flags of tools.evaluate, words of the command line; NPROC=N: so many ranks share the work
-    local size=$1 flags
+    local size=$1 folder=${CHECKPOINTS:-checkpoints/gpt_$1} flags
     refuse_to_shrink
     read -ra flags <<<"$2"
     FLAGS=("${@:3}")
     ! given --dry-run || predict "$size" 1 evaluation
-    run_tool_on_ranks megatron.tools.evaluate --load "${CHECKPOINTS:-checkpoints/gpt_$size}" --micro-batch-size 8 \
+    need_model "$folder"
+    run_tool_on_ranks megatron.tools.evaluate --load "$folder" --micro-batch-size 8 \
         ${flags[@]+"${flags[@]}"} --then "${FLAGS[@]}"
+}
+
+need_model() { # folder: stop if the script's own folder is not there, and nobody gives another one
+    [ -e "$1" ] || [ -n "${CHECKPOINTS:-}${SHRINK:-}${PRINT:-}" ] ||
+        given --load --load-exported --model-dir --config -c --help -h ||
+        fail 5 "there is no $1, where this script looks for a trained model" "CHECKPOINTS=FOLDER bash $0"
 }
 
 form() { # the format that the last of these flags says

@@ -367,6 +367,13 @@ def test_ranks_that_share_a_model(env, ranks, wanted):
     assert {name: values[name] for name in wanted} == wanted
 
 
+@pytest.mark.parametrize("name", ["export_gpt_345M", "inference_gpt_345M", "evaluate_gpt_345M"])
+def test_the_folder_of_a_trained_model_is_a_variable(name):
+    done = bash(name)
+    assert done.returncode == 5 and "no checkpoints/gpt_345M, where" in done.stderr
+    assert f"-> CHECKPOINTS=FOLDER bash {FOLDER}/{name}.sh\n" in done.stderr
+
+
 def test_an_evaluation_is_shared_between_ranks():
     done = bash("evaluate_gpt_345M", "--data-path", "held_out", PRINT="1", NPROC="8")
     assert done.stdout.startswith(

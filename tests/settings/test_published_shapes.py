@@ -241,7 +241,7 @@ def test_a_name_has_its_vocabulary(name, words):
 
 def test_the_users_vocabulary_counts():
     config = parse_pretrain(f"--model-name-or-path qwen2.5-7b --vocab-size 999 --mock-data {RUN}".split())
-    assert vocabulary_of(config) == (1000, "")
+    assert vocabulary_of(config) == (1000, "vocabulary 1000: --vocab-size 999, and the end of documents")
     lost = parse_pretrain(f"--model-name-or-path qwen2.5-7b --tokenizer-model gone.json {RUN}".split())
     assert vocabulary_of(lost) == (152064, "gone.json is not here: qwen2.5-7b's 152064 tokens are assumed")
 
