@@ -29,8 +29,8 @@ install() { # packages start daemons of their own where this is not forbidden fo
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge
 }
 
-free_port() { # and the ones behind it: $1 ports, by asking for a range that nobody listens on
-    local port=$((20000 + RANDOM % 20000)) number
+free_port() { # and the ones after it: $1 ports that nobody listens on, between those of jobs (_launch.sh) and of clients
+    local port=$((30000 + RANDOM % 2700)) number
     for ((number = port; number < port + $1; number++)); do
         if (exec 3<>"/dev/tcp/127.0.0.1/$number") 2>/dev/null; then
             free_port "$1"

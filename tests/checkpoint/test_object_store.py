@@ -26,7 +26,7 @@ from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, prune, read_
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, write_shard
-from megatron.errors import CheckpointError, Failure, Locked, StorageError, UsageError, exit_code
+from megatron.errors import CheckpointError, Failure, Locked, MissingPackage, StorageError, UsageError, exit_code
 from megatron.settings.schema import Checkpoint
 from megatron.storage import lease, urls
 from megatron.storage.lease import Lease
@@ -712,7 +712,7 @@ def test_what_a_location_is(tmp_path, monkeypatch):
         location("s3://key:hunter22@bucket/a")
     assert "hunter22" not in str(caught.value) and exit_code(caught.value) == 2
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="s3fs") as caught:
+    with pytest.raises(MissingPackage, match="s3fs") as caught:
         location("s3://bucket/a")
     assert "'.[storage]'" in str(caught.value)
 

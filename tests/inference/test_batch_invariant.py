@@ -151,6 +151,7 @@ def test_log_probabilities_are_those_of_training(folder_of, case):
         assert in_layout(folder, form, requests, **more) == found, more
 
 
+@pytest.mark.sampled(2)
 def test_scores_are_those_of_training(folder_of):
     """Of windows that overlap, in batches, over ranks that share the model and over others that share the batches."""
     folder = folder_of("gpt", "bf16")

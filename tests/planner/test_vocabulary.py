@@ -18,6 +18,7 @@ def test_a_type_that_is_given_is_taken(tmp_path, kind, size):
 
 def test_sentinels_count():
     flags = f"{FLAGS} --tokenizer-type NullTokenizer --vocab-size 20"
-    assert vocabulary_of(parse_pretrain(flags.split())) == (21, "")
+    words = "vocabulary 21: --vocab-size 20, and the end of documents"
+    assert vocabulary_of(parse_pretrain(flags.split())) == (21, words)
     more = parse_pretrain([*flags.split(), "--vocab-extra-ids", "10"])
     assert vocabulary_of(more) == (21 + 6 + 10, "")  # with six special tokens that it lacks

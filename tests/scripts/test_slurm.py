@@ -103,6 +103,7 @@ def losses(path: Path, tolerance: float = 0.0) -> dict[int, float]:
     return found
 
 
+@pytest.mark.sampled(2)
 def test_a_job_survives_bad_nodes_lost_ranks_and_preemption(cluster, script, tmp_path, run_ranks):
     """tp 2 x dp 2 on two nodes: moved off a node that fails the check, restarted after a kill -9, sent back into the
     queue by a signal, and in the end every loss is, to the bit, that of a run that nobody disturbed.

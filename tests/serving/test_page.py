@@ -326,6 +326,7 @@ def test_a_telephone(visit, two, scheme):
     assert box["x"] >= 0 and box["x"] + box["width"] <= 400
 
 
+@pytest.mark.sampled(2)
 def test_a_key_is_asked_for(visit):
     with served(keys=["open sesame"]) as toy:
         page = visit(toy.url, allowed=["401 (Unauthorized)"])

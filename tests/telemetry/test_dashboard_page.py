@@ -223,6 +223,7 @@ def test_dark_by_the_system(visit):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(243, 244, 246)"  # it is kept
 
 
+@pytest.mark.sampled(2)
 def test_a_telephone(visit):
     page = visit(width=400)
     page.locator("#list summary").click()

@@ -131,6 +131,7 @@ def test_there_is_a_command():
             verify_determinism.main(words)
 
 
+@pytest.mark.sampled(5)
 def test_a_run_that_fails_gives_its_code_and_its_last_lines(monkeypatch):
     code = "import sys; print('what was wrong'); sys.exit(5)"
     monkeypatch.setattr(verify_determinism.commands, "without", lambda words, *flags: [sys.executable, "-c", code])

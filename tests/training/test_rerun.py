@@ -256,6 +256,7 @@ def test_a_value_that_is_never_finite_is_not_the_hardwares_fault(run_ranks, tmp_
     assert same(*ends)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fault, then, now, verdict, said",
