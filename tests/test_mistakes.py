@@ -104,7 +104,7 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", f"{MOCK} --device gpu:0", "--device 'gpu:0' is none of auto, cpu, cuda"),
     ("pretrain_gpt", f"{MOCK} --model-name-or-path gpt5", "gpt5: neither a folder nor a known shape (gpt2-small,"),
     ("pretrain_gpt", f"{MOCK} --config nope.yaml", "--config nope.yaml: no such file"),
-    ("pretrain_gpt", f"{MOCK} --config indented.yaml", "indented.yaml:2: not YAML: this line is not indented as those beside it"),
+    ("pretrain_gpt", f"{MOCK} --config indented.yaml", "indented.yaml:2: not YAML: this line is not indented"),
     (
         "pretrain_gpt",
         f"{MOCK} --config misspelled.yaml",

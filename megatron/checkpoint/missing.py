@@ -3,7 +3,7 @@
 
 from megatron.checkpoint.backends import CheckpointPath, backend_of
 from megatron.errors import CheckpointError, no_folder
-from megatron.settings.from_checkpoint import megatron_format_problem
+from megatron.settings.from_checkpoint import megatron_format_problem, of_transformers
 from megatron.storage import hub
 from megatron.storage.urls import location
 
@@ -15,10 +15,7 @@ def no_checkpoint(folder: CheckpointPath, do: str = "check the path") -> Checkpo
     if problem := megatron_format_problem(folder):
         return CheckpointError(problem)
     if (folder / "config.json").exists():
-        return CheckpointError(
-            f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
-            do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
-        )
+        return of_transformers(folder)
     why = no_folder(folder)
     near = why and hub.hint(folder, "python -m megatron.tools.checkpoint from-hf hf://{} OUT")
     return CheckpointError(f"{folder} holds no checkpoint", why, near or do)

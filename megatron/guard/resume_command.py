@@ -37,9 +37,13 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
     return words
 
 
-def _finetunes(checkpoint: Checkpoint) -> bool:
-    """Whether a job loads weights alone by --finetune; with --pretrained-checkpoint it resumes as soon as it can."""
-    return checkpoint.finetune and checkpoint.pretrained_checkpoint is None
+def resuming_words(checkpoint: Checkpoint) -> list[str]:
+    """The words after those of a job that --finetune began, with which it resumes; none for another one.
+
+    One with --pretrained-checkpoint resumes by itself.
+    """
+    begun = checkpoint.finetune and checkpoint.pretrained_checkpoint is None
+    return ["--finetune", "false", "--use-checkpoint-args"] if begun else []
 
 
 def _begins_from_memory(words: list[str], save: str) -> bool:
@@ -100,6 +104,5 @@ def resume_command(checkpoint: Checkpoint) -> str:
         try:
             words = resumed(words, checkpoint.save, (checkpoint.save_mirror, checkpoint.save_copy))
         except SettingsError:  # a training script of an unknown name
-            begun = ["--finetune", "false", "--use-checkpoint-args"] if _finetunes(checkpoint) else []
-            words = [*words, "--load", checkpoint.save, *begun]
+            words = [*words, "--load", checkpoint.save, *resuming_words(checkpoint)]
     return shlex.join(words)

@@ -11,7 +11,7 @@ first and last stage are on different ranks they are, too. They are added at the
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -53,14 +53,16 @@ class OrderedGradients(GradientBuffers):
         sent = [one.nbytes for reduction in self.under_way for one in reduction.work.started.values()]
         return super().nbytes + sum(buffer.nbytes for buffer in held) + sum(waiting) + sum(sent)
 
-    def _view(self, tally: UnitGradients, name: str) -> tuple[torch.Tensor, bool]:
-        """A place for one gradient of one pass: nothing is added there."""
+    def _view(
+        self, tally: UnitGradients, name: str, buffer: Optional[torch.Tensor] = None
+    ) -> tuple[torch.Tensor, bool]:
+        """A place for one gradient of one pass: nothing is added there. buffer: flat, with the unit's whole gradient"""
         now = self.passing()
         number = self.seen[now, name]
         self.seen[now, name] += 1
         uses = self.open.setdefault((tally.own.unit.name, now), [])
         if number == len(uses):
-            uses.append(self._use(tally))
+            uses.append(self._use(tally, buffer))
         uses[number].written.add(name)
         return uses[number].views[name], True
 
@@ -74,20 +76,18 @@ class OrderedGradients(GradientBuffers):
             gradient = parameter.grad
             if gradient.dtype != self.dtype or not gradient.is_contiguous():
                 return collect(parameter)
-            parameter.grad, now = None, self.passing()
-            self.seen[now, slot.name] += 1
-            use = UnitGradients(tally.own, {}, written={slot.name})
-            use.take(gradient.flatten())
-            self.open.setdefault((tally.own.unit.name, now), []).append(use)
+            self._view(tally, slot.name, gradient.flatten())
+            parameter.grad = None
             self._count(tally, slot.name)
 
         return take
 
-    def _use(self, tally: UnitGradients) -> UnitGradients:
-        use = UnitGradients(tally.own, {})
-        buffer, unit = torch.empty(tally.own.unit.size, dtype=self.dtype, device=self.device), tally.own.unit
-        for slot, following in zip(unit.slots, [*unit.slots[1:], None]):  # the rest is written, or zeroed
-            buffer[slot.stop : following.start if following else unit.size].zero_()
+    def _use(self, tally: UnitGradients, buffer: Optional[torch.Tensor] = None) -> UnitGradients:
+        use, unit = UnitGradients(tally.own, {}), tally.own.unit
+        if buffer is None:
+            buffer = torch.empty(unit.size, dtype=self.dtype, device=self.device)
+            for slot, following in zip(unit.slots, [*unit.slots[1:], None]):  # the rest is written, or zeroed
+                buffer[slot.stop : following.start if following else unit.size].zero_()
         use.take(buffer)
         return use
 

@@ -167,9 +167,10 @@ def _grids(experts: Table, layout: Layout, space: Space, result: SearchedPlans) 
         result.impossible.append(f"{sizes}: ep x etp does not divide its experts or ranks")
     if space.refusal is None:
         return grids
-    refused = {replace(layout, **own).short(): space.refusal(replace(layout, **own)) for own in grids}
-    result.impossible += [f"{name}: {why}" for name, why in refused.items() if why]
-    return [own for own in grids if not refused[replace(layout, **own).short()]]
+    layouts = [replace(layout, **own) for own in grids]
+    refused = [space.refusal(one) for one in layouts]
+    result.impossible += dict.fromkeys(f"{one.short()}: {why}" for one, why in zip(layouts, refused) if why)
+    return [own for own, why in zip(grids, refused) if not why]
 
 
 def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str, Optional[int]]]:

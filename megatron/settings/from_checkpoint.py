@@ -74,13 +74,18 @@ def checkpoint_record(folder: Optional[str], step: Optional[int] = None) -> Opti
     record = found_record(folder, step)
     place = None if record or folder is None else location(str(folder))
     if place and (place / "config.json").exists() and not (place / "index.json").exists():
-        raise CheckpointError(
-            f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
-            do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
-        )
+        raise of_transformers(folder)
     if place and (problem := foreign_format(place)):
         raise CheckpointError(problem)
     return record
+
+
+def of_transformers(folder: object) -> CheckpointError:
+    """The error of a folder that holds a model of Hugging Face in the place of checkpoints."""
+    return CheckpointError(
+        f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+        do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
+    )
 
 
 def pretrained_record(start: str, save: Optional[str]) -> dict[str, Any]:
@@ -265,8 +270,8 @@ def tokenizer_of_checkpoint(folder: str, given: Mapping[str, Any]) -> TokenizerS
     try:
         _, record = saved_record(folder)
     except (Damaged, OSError) as error:
-        of_transformers = Path(folder, "config.json").is_file()
-        do = f"--tokenizer-model {folder} reads the tokenizer of such a folder" if of_transformers else None
+        exported = Path(folder, "config.json").is_file()
+        do = f"--tokenizer-model {folder} reads the tokenizer of such a folder" if exported else None
         raise CheckpointError(f"--load {folder}: {error}", do=do) from None
     refuse_lost(record, "tokenizer", set(given))
     own = {name: value for name, value in located(record).get("tokenizer", {}).items() if value is not None}

@@ -487,14 +487,12 @@ def record_cause(args: Namespace, began: float, text: str, code: int, rank: int)
         config = config_of_job(args)
         path = config and events_path(metrics_path(config.logging, config.checkpoint.save))
         own = [event for event in read_events(path) if event["time"] >= began] if path else []
-        told = [event for event in own if event["event"] in ("start", "end")]
-        if (
-            not told or told[-1].get("code", PeerLost.code) != PeerLost.code
-        ):  # not of this launch; or it knows the cause
+        ends = [event for event in own if event["event"] in ("start", "end")]
+        if not ends or ends[-1].get("code", PeerLost.code) != PeerLost.code:  # of another launch; or it knows the cause
             return
         why = text.splitlines()[0].removeprefix("error: ")
         events = open_events(config.logging, config.checkpoint.save, source="launcher")
-        more = dict(iteration=told[-1]["iteration"], rank=rank, level="error")
+        more = dict(iteration=ends[-1]["iteration"], rank=rank, level="error")
         events.record("end", f"ended with exit code {code}: {why}", code=code, why=why, **more)
         events.close()
 

@@ -21,6 +21,7 @@ from megatron.data.epochs import same_order
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.guard import changes
+from megatron.guard.resume_command import resuming_words
 from megatron.model.hybrid_names import fresh_layers, seen_as
 from megatron.model.kinds.experts.upcycling import (
     EXPERTS,
@@ -363,10 +364,8 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
 
 def _resuming(settings: schema.Checkpoint, folder: str) -> str:
     """The words with which the same command resumes the run of a folder. Its shape may come from where it began."""
-    begun = " --finetune false --use-checkpoint-args, after the words of this command," * (
-        settings.finetune and not settings.pretrained_checkpoint
-    )
-    return f"--load {folder}{begun}"
+    words = " ".join(["--load", folder, *(begun := resuming_words(settings))])
+    return f"{words}, after the words of this command," if begun else words
 
 
 def earlier_wandb_run(settings: schema.Checkpoint, record: dict[str, Any]) -> Optional[str]:

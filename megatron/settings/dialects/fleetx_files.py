@@ -38,10 +38,8 @@ def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
             raise UsageError(f"{where} names one file, and there are {len(node.value)}: {names}")
         below = file.parent / node.value
         if not below.is_file():
-            near = no_such_file(below).replace(
-                f"; did you mean {below.with_name(file.name)}?", ""
-            )  # not the file itself
-            raise UsageError(f"{where}: {below}: {near}")
+            itself = f"; did you mean {below.with_name(file.name)}?"
+            raise UsageError(f"{where}: {below}: {no_such_file(below).replace(itself, '')}")
         base = read(str(below), (*above, file.resolve()))
     origin = lambda key: f"{path}:{key.start_mark.line + 1}: "
     alone = any(key.value == INHERITED and not _inherits(node, origin(key)) for key, node in _pairs(root))

@@ -120,15 +120,13 @@ class TokenizerSettings:
         >>> other.tokenizer_type, other.tokenizer_model, run.overridden(dict(tokenizer_model="moved")).tokenizer_type
         (None, None, 'HuggingFaceTokenizer')
         """
-        own, files = self, given.get("vocab_file") or given.get("merge_file")
-        if given.get("tokenizer_model"):
+        own, model, files = self, given.get("tokenizer_model"), given.get("vocab_file") or given.get("merge_file")
+        if model:
             own = replace(own, vocab_file=None, merge_file=None)
         elif own.tokenizer_model and files:
             reads_files = own.tokenizer_type in ("GPT2BPETokenizer", *WORD_PIECE)
             own = replace(own, tokenizer_model=None, tokenizer_type=own.tokenizer_type if reads_files else None)
-        if own.tokenizer_type == "NullTokenizer" and (
-            files or given.get("tokenizer_model")
-        ):  # words for a run of numbers
+        if own.tokenizer_type == "NullTokenizer" and (files or model):  # words for a run of numbers
             own = replace(own, tokenizer_type=None)
         return replace(own, **given)
 
