@@ -193,7 +193,11 @@ def test_rows_of_a_rank_have_as_many_zeros_as_if_it_were_alone(run_ranks):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model, layout",
-    [("gpt", ""), *(pytest.param(*case, marks=pytest.mark.sampled(10)) for case in (("longer", "cp2a2a"), ("qwen", "tp2")))],
+    [
+        ("gpt", ""),
+        pytest.param("longer", "cp2a2a", marks=pytest.mark.sampled(10)),
+        pytest.param("qwen", "tp2", marks=pytest.mark.sampled(10)),
+    ],
 )
 def test_the_mode_trains_the_same_model_as_without_it(model, layout):
     plain = f"{PLAIN} {MODELS[model]} --precision fp32 --micro-batch-size 4".split()
