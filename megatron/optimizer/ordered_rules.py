@@ -16,7 +16,8 @@ from megatron.settings.schema import Config
 VOCABULARY = 512
 # Weights of layers whose sums are those of blocks when tensor parallel ranks divide them.
 LAYERS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-DIVIDED = {f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias")}
+NORMS = ("attention.q_norm", "attention.k_norm")  # whose heads they divide
+DIVIDED = {f"{layer}.{name}" for layer in (*LAYERS, *NORMS) for name in ("weight", "bias")}
 
 # Setting -> whether it is covered. `s` is `rules.record`.
 COVERED = {
@@ -147,7 +148,7 @@ def not_divided(s: SimpleNamespace) -> list[str]:
         layer, _, own = name.partition(".")
         if name not in DIVIDED and not (layer.endswith("_norm") and own in ("weight", "bias")):
             found.append(f"the weight {name}")
-        elif name.endswith("weight") and (dim := placed.cut.get("tp")) is not None:
+        elif name.removesuffix(".weight") in LAYERS and (dim := placed.cut.get("tp")) is not None:
             width = math.prod(placed.shape[dim : max(dim + 1, len(placed.shape) - 1)])
             found += [f"{name}, whose {width} rows or columns are no multiple of {BLOCKS}"] if width % BLOCKS else []
             size = s.seq_length // s.cp * s.hidden_size * width // BLOCKS

@@ -39,7 +39,8 @@ MODELS = {
     "llama": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 144
         --num-attention-heads 8 --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights""",
     "windowed": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 160
-        --num-attention-heads 4 --window-size 37,0 --attn-logit-softcapping 20 --final-logit-softcapping 8""",
+        --num-attention-heads 4 --window-size 37,0 --attn-logit-softcapping 20 --final-logit-softcapping 8
+        --qk-layernorm""",
 }
 MODELS["experts"] = f"""{MODELS["windowed"]} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
     --moe-shared-expert-intermediate-size 32"""

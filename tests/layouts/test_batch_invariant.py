@@ -30,6 +30,12 @@ MODELS = {
 }
 LONG = "--seq-length 128 --hidden-size 64 --num-attention-heads 8"  # with products large enough for parts of a sample
 MODELS |= {"long": f"{MODELS['gpt']} {LONG}", "longer": f"{MODELS['llama']} {LONG}"}
+# norms of queries and keys: Qwen3's, with groups, as of LayerNorm, and across heads
+MODELS["qwen"] = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm
+    --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 12"""
+MODELS["normed"] = f"{MODELS['gpt']} --num-attention-heads 8 --qk-layernorm"
+MODELS["across"] = f"{MODELS['qwen']} --qk-layernorm-across-heads"
+MODELS |= {f"{name}long": f"{MODELS[name]} {LONG}" for name in ("qwen", "normed", "across")}
 MODELS["padded"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
 # 2 rows
 MODELS["capped"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.6 --num-experts 16 --seq-length 16"
@@ -70,6 +76,15 @@ CASES = """
     longer bf16 cp2a2a-dp2-zero2 1
     longer bf16 tp2sp-cp4a2a 2
     longer fp32 tp4sp-cp2a2a-zero1 1
+    qwen fp32 tp2 2
+    qwen bf16 tp4sp-dp2-zero3 1
+    normed bf16 tp8sp 1
+    across fp32 tp4sp 1
+    across bf16 tp2-pp2-zbv 1
+    qwenlong fp32 pp2-cp4a2a 1
+    qwenlong bf16 tp2sp-cp2a2a-zero2 1
+    normedlong fp32 cp2a2a-dp2 2
+    acrosslong bf16 tp2sp-cp2a2a 1
 """.strip().splitlines()
 LAYOUTS = """one:8 dp2:4 dp4:2 dp8:1 dp2-zero1:2 dp4-zero2:1 dp4-zero3:1 pp2:2 pp4:1 pp2vp2:1 pp2-gpipe:4 pp2-zbh1:1
     pp2-zbv:2 pp2-vhalf:1 pp2-dp2-zero1-zbh1:1 pp2-dp2-zero3-zbv:2 pp4-dp2-zero2:1""".split()
@@ -177,7 +192,12 @@ def test_rows_of_a_rank_have_as_many_zeros_as_if_it_were_alone(run_ranks):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "model, layout", [("gpt", ""), pytest.param("longer", "cp2a2a", marks=pytest.mark.sampled(10))]
+    "model, layout",
+    [
+        ("gpt", ""),
+        pytest.param("longer", "cp2a2a", marks=pytest.mark.sampled(10)),
+        pytest.param("qwen", "tp2", marks=pytest.mark.sampled(10)),
+    ],
 )
 def test_the_mode_trains_the_same_model_as_without_it(model, layout):
     plain = f"{PLAIN} {MODELS[model]} --precision fp32 --micro-batch-size 4".split()
@@ -200,7 +220,7 @@ def test_the_mode_trains_the_same_model_as_without_it(model, layout):
         ("--cp 2 --cp-comm-type a2a --seq-length 64", "attention.output.weight of 64 / 2 tokens, a product too small"),
         ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "the weight mlp.router.weight"),
         ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),
-        ("--tp 2 --qk-layernorm", "the weight attention.q_norm.weight"),
+        ("--tp 2 --softmax-type learnable", "the weight attention.softmax_offset"),
         ("--tp 2 --seq-length 12 --label-smoothing 0.1", "--label-smoothing 0.1; --seq-length 12, no multiple of 8"),
         ("--tp 2 --ffn-hidden-size 100", "mlp.up.weight, whose 100 rows or columns are no multiple of 8"),
         ("--tp 2 --num-experts 4", "the weight mlp.router.weight"),
