@@ -135,7 +135,15 @@ def test_overrides(read):
             "Compress.Prune.enable=True",
             "-o Compress.Prune.enable is a step before training: python -m megatron.tools.prune",
         ),
-        ("Optimizer.name=Lamb", "-o Optimizer.name: 'Lamb' is not supported; there is: adamw, fusedadamw"),
+        (
+            "Optimizer.name=Lamb",
+            "-o Optimizer.name: 'Lamb' is not supported; there is: AdamW, FusedAdamW; this suite's others by --optimizer",
+        ),
+        (
+            "Optimizer.lr.name=Polynomial",
+            "'Polynomial' is not supported; there is: CosineAnnealingWithWarmupDecay, LinearDecayWithWarmup; this suite's",
+        ),
+        ("Data.Train.dataset.name=GPTDatset", "'GPTDatset' is not supported; there is: GPTDataset"),
         ("Engine.run_mode=often", "-o Engine.run_mode: 'often' is neither step nor epoch"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
         ("foo", "-o foo: Section.key=value is wanted"),
