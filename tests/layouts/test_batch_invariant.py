@@ -37,8 +37,8 @@ MODELS["normed"] = f"{MODELS['gpt']} --num-attention-heads 8 --qk-layernorm"
 MODELS["across"] = f"{MODELS['qwen']} --qk-layernorm-across-heads"
 # Experts over tensor parallel ranks, with rows enough for each of them
 MODELS["parts"] = f"{MODELS['apart']} --num-attention-heads 8 --swiglu --seq-length 128 --num-experts 8"
-MODELS["shared"] = """--swiglu --disable-bias-linear --num-attention-heads 8 --seq-length 128 --num-experts 8
-    --moe-router-topk 3 --moe-router-dtype fp64 --moe-router-score-function sigmoid
+MODELS["shared"] = """--swiglu --disable-bias-linear --normalization RMSNorm --num-attention-heads 8 --seq-length 128
+    --num-experts 8    --moe-router-topk 3 --moe-router-dtype fp64 --moe-router-score-function sigmoid
     --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
     --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 32 --qk-layernorm
     --moe-input-jitter-eps 1e-2 --moe-layer-freq [0]+[1]*3"""
@@ -249,7 +249,7 @@ TWO = "--tp 2 --num-experts 8 --seq-length 64 --disable-bias-linear"
         ),
         ("--cp 2 --cp-comm-type a2a", "--seq-length 16, no multiple of 64"),
         ("--cp 2 --cp-comm-type a2a --seq-length 64", "attention.output.weight of 64 / 2 tokens, a product too small"),
-        ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "--tensor"),
+        ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "--cp 2 does not cover experts"),
         ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),
         ("--tp 2 --softmax-type learnable", "the weight attention.softmax_offset"),
         ("--tp 2 --seq-length 12 --label-smoothing 0.1", "--label-smoothing 0.1; --seq-length 12, no multiple of 8"),
