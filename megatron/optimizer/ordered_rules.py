@@ -4,7 +4,6 @@
 import math
 from types import SimpleNamespace
 
-from megatron.model.kinds.experts.parts import ways_of
 from megatron.model.recipe import recipe_of
 from megatron.optimizer.kinds import knows_matrices
 from megatron.settings.declare import dashed
@@ -176,12 +175,12 @@ def experts_not_divided(s: SimpleNamespace) -> list[str]:
         return ["experts"]
     if s.tp == 1:
         return []
-    model, ep, found = s.settings.model, s.expert_model_parallel_size, []
-    if ep % s.tp or (s.expert_tensor_parallel_size or s.tp) > 1:
+    found, ways = [], words_of(s.moe_router_load_balancing_type)
+    if s.expert_model_parallel_size % s.tp or (s.expert_tensor_parallel_size or s.tp) > 1:
         ranks = f"--expert-model-parallel-size {s.tp} or a multiple"
         found.append(f"experts without --expert-tensor-parallel-size 1 and {ranks}")
     found += [said(s, "moe_expert_capacity_factor")] if s.moe_expert_capacity_factor is not None else []
-    found += [f"--moe-router-load-balancing-type {kind}" for kind, way in ways_of(model).items() if way.chooses]
+    found += [said(s, "moe_router_load_balancing_type")] if "sinkhorn" in ways else []  # sums over tokens
     if s.seq_length // s.tp * s.hidden_size * s.num_experts < SAME_SIZE:
         found.append(f"a router of {s.num_experts} experts and {s.seq_length} / {s.tp} tokens, a product too small")
     return found

@@ -38,7 +38,7 @@ MODELS["across"] = f"{MODELS['qwen']} --qk-layernorm-across-heads"
 # Experts over tensor parallel ranks, with rows enough for each of them
 MODELS["parts"] = f"{MODELS['apart']} --num-attention-heads 8 --swiglu --seq-length 128 --num-experts 8"
 MODELS["shared"] = """--swiglu --disable-bias-linear --normalization RMSNorm --num-attention-heads 8 --seq-length 128
-    --num-experts 8    --moe-router-topk 3 --moe-router-dtype fp64 --moe-router-score-function sigmoid
+    --num-experts 8 --moe-router-topk 3 --moe-router-dtype fp64 --moe-router-score-function sigmoid
     --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
     --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 32 --qk-layernorm
     --moe-input-jitter-eps 1e-2 --moe-layer-freq [0]+[1]*3"""
