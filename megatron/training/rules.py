@@ -182,7 +182,7 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 
 
 def warmup_remarks(settings: schema.Config, world_size: int) -> list[str]:
-    """A remark on a warm-up that the run does not get to the end of, as where a file of a long run is tried for a few steps."""
+    """A remark on a warm-up that the run does not get to the end of, as where a long run is tried for a few steps."""
     s, o = rules.record(settings, world_size), settings.optimizer
     if not s.steps or o.lr is None or s.skip_train:
         return []

@@ -295,7 +295,9 @@ def test_files_of_ranks_are_paddlepaddles(start, tmp_path):
     assert sorted(files) == kept + [f"workerlog.{rank}{old}" for rank in (0, 1) for old in ("", ".1", ".2")]
     assert (files["workerlog.1.1"], "kaboom" in files["workerlog.1.2"]) == (second, True)
     assert start("--log_dir", "logs", "rank.py", "all fail").end()[0] == errors.CheckpointError.code
-    assert any("error: nope holds no checkpoint" in (tmp_path / f"logs/workerlog.{rank}").read_text() for rank in (0, 1))
+    assert any(
+        "error: nope holds no checkpoint" in (tmp_path / f"logs/workerlog.{rank}").read_text() for rank in (0, 1)
+    )
 
 
 def test_ctrl_c_ends_a_job_whose_ranks_would_be_started_again(start, tmp_path):
