@@ -554,7 +554,7 @@ def test_cosine_annealing_with_warmup_decay_is_theirs(warmup, steps, decay, tmp_
 
 @pytest.mark.parametrize("name", ["CosineDecay", "ViTLRScheduler", "MultiStepDecay"])
 def test_curves_of_vision_models_are_refused(name, tmp_path):
-    with pytest.raises(UsageError, match=f"'{name}' is not supported; there is: cosineannealing"):
+    with pytest.raises(UsageError, match=f"'{name}' is not supported; there is: CosineAnnealing"):
         rates_of(f"{{name: {name}, learning_rate: 1.0e-5}}", tmp_path, 8, 10)
 
 
