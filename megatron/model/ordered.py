@@ -9,6 +9,7 @@
 | gradients of norms, and of row-parallel biases      | sp, over tokens     | `BLOCKS` parts of a sample, and the tree    |
 | gradients of query-key norms, over tokens and heads | tp, over heads; cp  | as above, and of each part blocks of heads  |
 | query-key norms across heads                        | tp, over heads      | blocks of heads, and the tree over them     |
+| gradient of a router, over tokens                   | tp, over rows; cp   | one product of whole rows (`SampleSums`)    |
 | gradients of column-parallel biases, over tokens    | nothing             | the tree: kernels treat columns differently |
 | (activations of the MLP: no sum)                    | tp, over width      | a block at a time                           |
 
@@ -46,6 +47,8 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
             if isinstance(module, LINEAR):
                 module.unfused = isinstance(module, RowParallelLinear)  # whose bias is added after the sum over ranks
                 module.product = OrderedProduct(module, name, settings, tokens, sums)
+            elif hasattr(module, "routes_rows"):
+                module.product = OrderedProduct(module, name, settings, tokens, SampleSums(chunk.cp, chunk.tp))
             elif isinstance(module, tuple(NORMS.values())):
                 module.in_blocks = tokens.of_heads(chunk.tp, module.groups).each if module.groups else tokens.each
             elif isinstance(module, RMSNormAcrossHeads):
@@ -104,7 +107,7 @@ class OrderedProduct(LinearProduct):
         return (self.inputs or WHOLE).product(multiply, gradient[0], weight[0].mT)
 
     def grad_weight(self, multiply: Multiply, gradient: Operand, x: Operand) -> torch.Tensor:
-        blocks, dim = (self.outputs, 0) if self.outputs else (self.inputs or WHOLE, 1)
+        blocks, dim = (self.outputs, 0) if self.outputs else (self.inputs or EACH, 1)
         return self.sums.product(blocks, multiply, gradient[0], x[0], dim)
 
     def grad_bias(self, rows: torch.Tensor) -> torch.Tensor:
@@ -206,7 +209,7 @@ def _by_width(blocks: Blocks, activation: Callable) -> Callable:
     return in_blocks
 
 
-WHOLE = Blocks(1)
+WHOLE, EACH = Blocks(1), Blocks(BLOCKS)
 
 
 class _Copies(torch.autograd.Function):
