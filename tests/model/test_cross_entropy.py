@@ -36,7 +36,9 @@ def plain(hidden, weight, labels, mask=None, label_smoothing=0.0):
 
 @pytest.mark.parametrize("chunk", [None, 1, 10, 37, 64])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("label_smoothing, ordered", [(0.0, False), (0.1, False), (0.9, False), (0.0, True)])
+@pytest.mark.parametrize(
+    "label_smoothing, ordered", [(0.0, False), (0.1, False), (0.9, False), (0.0, True), (0.1, True)]
+)
 def test_equals_plain_cross_entropy(chunk, masked, label_smoothing, ordered):
     """ordered: with sums of eight blocks of the vocabulary, of which the last one is padding"""
     hidden, weight, labels, mask = problem()
