@@ -42,7 +42,9 @@ MODELS["shared"] = """--swiglu --disable-bias-linear --normalization RMSNorm --n
     --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
     --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 32 --qk-layernorm
     --moe-input-jitter-eps 1e-2 --moe-layer-freq [0]+[1]*3"""
-MODELS["sinks"] = f"{MODELS['gpt']} --num-attention-heads 8 --softmax-type learnable --label-smoothing 0.1"
+MODELS["sinks"] = (
+    f"{MODELS['gpt']} --num-attention-heads 8 --softmax-type learnable --label-smoothing 0.1 --vocab-size 300"
+)
 MODELS |= {f"{name}long": f"{MODELS[name]} {LONG}" for name in ("qwen", "normed", "across", "sinks")}
 MODELS["padded"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
 # 2 rows
