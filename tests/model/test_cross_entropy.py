@@ -204,6 +204,22 @@ def test_losses_of_blocks_are_those_of_generation():
     assert torch.equal(linear_cross_entropy(hidden, weight, labels, **more)[0].detach(), want.sum())
 
 
+def test_smoothed_losses_of_blocks_are_those_of_one_rank(run_ranks):
+    """To the bit, of logits so large that another order of their sum changes a loss."""
+    hidden, weight, labels, _ = problem()
+    hidden, weight = hidden.detach(), 100 * weight.detach()
+
+    def loss(rank, tp):
+        mesh = Mesh(rank, tp=tp, ordered=True)
+        more = dict(vocab_size=V, tp=mesh.tp, label_smoothing=0.9, ordered=SampleSums(mesh.cp))
+        return linear_cross_entropy(hidden, weight.chunk(tp)[rank], labels, **more)[0]
+
+    want = loss(0, 1)
+    torch.testing.assert_close(want, plain(hidden, weight, labels, label_smoothing=0.9))
+    for tp in (2, 4):
+        assert [want] * tp == run_ranks(tp, lambda rank, tp=tp: loss(rank, tp)), tp
+
+
 def test_the_gradient_of_a_bias_is_of_all_blocks(monkeypatch):
     monkeypatch.setattr(kernel_sizes, "BLOCK_BYTES", 1)
     hidden, weight, labels, _ = problem(torch.float32)
