@@ -111,7 +111,7 @@ def refuse_same(start: Optional[str], save: Optional[str]) -> None:
 
 
 def refuse_foreign(settings: Checkpoint) -> None:
-    """Raise SettingsError if a folder that the run would save into holds a model of other programs, whose files would be
+    """Raise CheckpointError if a folder that the run would save into holds a model of other programs, whose files would be
     replaced (a chat template, tokenizer_config.json, Megatron-LM's tracker).
     """
     for name in ("save", "save_mirror", "save_copy"):
@@ -119,7 +119,7 @@ def refuse_foreign(settings: Checkpoint) -> None:
         place = location(str(folder)) if folder else None
         what = _others_model(place) if place else None
         if what:
-            raise SettingsError(
+            raise CheckpointError(
                 f"{dashed(name)} {folder} holds {what}",
                 "checkpoints would stand among its files, and replace some of them",
                 "give the run a folder of its own",

@@ -222,6 +222,18 @@ def test_commands_choose_before_torch_is_loaded(name, root):
     assert imports and calls[0] < min(imports)
 
 
+def test_tasks_whose_modules_load_torch_are_found_afterwards(root):
+    """finetune.py --task chat, in a process of its own."""
+    code = """
+import sys
+from megatron import entry
+entry.choose_waiting = lambda ranks: sys.exit("torch" in sys.modules)
+import finetune
+finetune.main(["--task", "chat"])
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
 def test_words_of_the_environment():
     assert waiting({}) == "waiting threads spin" and waiting(dict(OMP_WAIT_POLICY="Passive")) == "waiting threads sleep"
 
