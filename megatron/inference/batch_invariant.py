@@ -27,7 +27,7 @@ from megatron.fused_kernels.explicit_attention import SAME_ROWS
 from megatron.model.ordered import OrderedProduct, attach_ordered
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.cross_entropy import ordered_logits
-from megatron.mpu.layers import LINEAR, matmul
+from megatron.mpu.layers import matmul
 from megatron.optimizer.ordered_rules import forward_problems
 from megatron.settings import schema
 
@@ -78,11 +78,12 @@ def refuse_other_bits(chunk: nn.Module) -> None:
 def _attempts(chunk: nn.Module, s: int, random: Callable) -> Iterator[tuple[str, tuple, Callable[[], bool]]]:
     """(what is tried, the same for equal ones, function that tries it) of a stage."""
     for name, module in chunk.named_modules():
-        if isinstance(module, LINEAR):
+        if isinstance(getattr(module, "product", None), OrderedProduct):
             shape, product = module.weight.flatten(0, -2).shape, module.product
             run = lambda x, weight, product=product: product.forward(matmul(x), (x,), (weight,), None)
             key = shape, product.inputs, product.outputs
-            yield f"the product of {name}", key, partial(_rows, run, partial(_packed, product), shape, s, random)
+            own = (lambda *shape: random(*shape).float()) if hasattr(module, "routes_rows") else random
+            yield f"the product of {name}", key, partial(_rows, run, partial(_packed, product), shape, s, own)
         elif hasattr(module, "sums_over_ranks"):  # of experts
             shape, run = module.weight.flatten(1, -2).shape[1:], lambda x, weight: matmul(x)(x, weight, None)
             yield f"the product of {name}", (shape,), partial(_rows, run, run, shape, s, random)

@@ -24,6 +24,7 @@ class Norm(nn.Module):
 
     fusion, unfused = "persist_layer_norm", False
     in_blocks = staticmethod(lambda norm: norm)  # set by `ordered.attach_ordered`
+    groups = 0  # of heads on this rank, in x [s, b, g/tp, ...]; 0: its rows have no heads
 
     def __init__(self, weights: Table, epsilon: float, *, dtype=None, device=None):
         super().__init__()
@@ -59,22 +60,28 @@ class RMSNormAcrossHeads(nn.Module):
     weights: the placement of the weight [g, n, d].
     """
 
+    groups = 0
+    sums = None  # over heads, and over tokens, of one order (`ordered.HeadSums`); set by `ordered.attach_ordered`
+
     def __init__(self, tp: Axis, weights: Table, epsilon: float, *, dtype=None, device=None):
         super().__init__()
         self.tp, self.epsilon = tp, epsilon
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNormAcrossHeads.apply(x, self.weight, self.epsilon, self.tp)
+        return _RMSNormAcrossHeads.apply(x, self.weight, self.epsilon, self.tp, self.sums)
 
 
 class _RMSNormAcrossHeads(torch.autograd.Function):
     """Saves x and a number per token."""
 
     @staticmethod
-    def forward(ctx, x, weight, epsilon, tp):
-        squares = torch.linalg.vector_norm(x, dim=(2, 3, 4), keepdim=True, dtype=torch.float32).square_()
-        ctx.width, ctx.tp = x[0, 0].numel() * tp.size, tp
+    def forward(ctx, x, weight, epsilon, tp, sums):
+        if sums is None:
+            squares = torch.linalg.vector_norm(x, dim=(2, 3, 4), keepdim=True, dtype=torch.float32).square_()
+        else:
+            squares = sums.over_heads(x.float().square())
+        ctx.width, ctx.tp, ctx.sums = x[0, 0].numel() * tp.size, tp, sums
         inverse = all_reduce(squares, tp).div_(ctx.width).add_(epsilon).rsqrt_()  # [s, b, 1, 1, 1]
         ctx.save_for_backward(x, weight, inverse)
         return (x.float() * inverse * weight.float()).to(x.dtype)
@@ -85,10 +92,12 @@ class _RMSNormAcrossHeads(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         gradient, x = gradient.float(), x.float()
         scaled = gradient * weight.float()
-        mean = all_reduce((scaled * x).sum((2, 3, 4), keepdim=True), ctx.tp).div_(ctx.width)
+        total = (lambda x: x.sum((2, 3, 4), keepdim=True)) if ctx.sums is None else ctx.sums.over_heads
+        mean = all_reduce(total(scaled * x), ctx.tp).div_(ctx.width)
         d_x = (scaled - x * (inverse.square() * mean)).mul_(inverse)
-        d_weight = (gradient * x).mul_(inverse).sum((0, 1))
-        return d_x.to(ctx.saved_tensors[0].dtype), d_weight.to(weight.dtype), None, None
+        d_weight = (gradient * x).mul_(inverse)
+        d_weight = d_weight.sum((0, 1)) if ctx.sums is None else ctx.sums.over_tokens(d_weight.flatten(0, 1))
+        return d_x.to(ctx.saved_tensors[0].dtype), d_weight.to(weight.dtype), None, None, None
 
 
 @op

@@ -7,6 +7,9 @@
 | gradient of a column-parallel layer's input         | tp, over outputs    | the same                                    |
 | gradient of the output layer's input, softmax       | tp, over vocabulary | the same (`mpu/cross_entropy.py`)           |
 | gradients of norms, and of row-parallel biases      | sp, over tokens     | `BLOCKS` parts of a sample, and the tree    |
+| gradients of query-key norms, over tokens and heads | tp, over heads; cp  | as above, and of each part blocks of heads  |
+| query-key norms across heads                        | tp, over heads      | blocks of heads, and the tree over them     |
+| gradient of a router, over tokens                   | tp, over rows; cp   | one product of whole rows (`SampleSums`)    |
 | gradients of column-parallel biases, over tokens    | nothing             | the tree: kernels treat columns differently |
 | (activations of the MLP: no sum)                    | tp, over width      | a block at a time                           |
 
@@ -15,15 +18,15 @@ All other sums of a pass are of one sample, and inside of a head, a row or a col
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import nn
 
 from megatron.fused_kernels import cpu_ops
-from megatron.model.norms import NORMS
+from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.mpu import collectives
 from megatron.mpu.context_parallel import gather_rows
 from megatron.mpu.layers import LINEAR, RowParallelLinear, VocabParallelEmbedding
@@ -44,8 +47,12 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
             if isinstance(module, LINEAR):
                 module.unfused = isinstance(module, RowParallelLinear)  # whose bias is added after the sum over ranks
                 module.product = OrderedProduct(module, name, settings, tokens, sums)
+            elif hasattr(module, "routes_rows"):
+                module.product = OrderedProduct(module, name, settings, tokens, SampleSums(chunk.cp, chunk.tp))
             elif isinstance(module, tuple(NORMS.values())):
-                module.in_blocks = tokens.each
+                module.in_blocks = tokens.of_heads(chunk.tp, module.groups).each if module.groups else tokens.each
+            elif isinstance(module, RMSNormAcrossHeads):
+                module.sums = HeadSums(head_blocks(chunk.tp, module.groups), tokens.of_whole_rows)
             elif isinstance(module, VocabParallelEmbedding):
                 module.lookup = sums.lookup
             if hasattr(module, "attach_ordered"):
@@ -100,7 +107,7 @@ class OrderedProduct(LinearProduct):
         return (self.inputs or WHOLE).product(multiply, gradient[0], weight[0].mT)
 
     def grad_weight(self, multiply: Multiply, gradient: Operand, x: Operand) -> torch.Tensor:
-        blocks, dim = (self.outputs, 0) if self.outputs else (self.inputs or WHOLE, 1)
+        blocks, dim = (self.outputs, 0) if self.outputs else (self.inputs or EACH, 1)
         return self.sums.product(blocks, multiply, gradient[0], x[0], dim)
 
     def grad_bias(self, rows: torch.Tensor) -> torch.Tensor:
@@ -113,17 +120,23 @@ class OrderedProduct(LinearProduct):
 class TokenBlocks:
     """Sums over the tokens of a sample, of which ranks have parts: `BLOCKS` blocks, and the tree over them.
 
-    sp: ranks that have parts of the rows of a context parallel rank. The first of all gets the sum, and the others get 0:
-    gradients of such weights are partial (`Placement`), and those of context parallel ranks are added up, too.
+    sp: ranks that have parts of the rows of a context parallel rank. tp, heads: ranks that have other heads of the same
+    rows, and the blocks of heads of this rank. The first of all gets the sum, and the others get 0: gradients of such
+    weights are partial (`Placement`), and those of context parallel ranks are added up, too.
     """
 
-    def __init__(self, sp: Axis, cp: Axis):
+    def __init__(self, sp: Axis, cp: Axis, tp: Optional[Axis] = None, heads: int = 1):
         self.sp, self.cp, self.number = sp, cp, max(1, BLOCKS // (sp.size * cp.size))
+        self.tp, self.heads = tp or sp.alone, heads
 
     @property
     def of_whole_rows(self) -> "TokenBlocks":
         """The same of rows that ranks of sp do not divide."""
         return TokenBlocks(self.sp.alone, self.cp)
+
+    def of_heads(self, tp: Axis, groups: int) -> "TokenBlocks":
+        """The same of whole rows with so many groups of heads on this rank of tp."""
+        return TokenBlocks(self.sp.alone, self.cp, tp, head_blocks(tp, groups))
 
     def total(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum of rows [n, ...], added in fp32."""
@@ -132,25 +145,54 @@ class TokenBlocks:
         return self._of_ranks(tree_sum(blocks)).to(rows.dtype)
 
     def each(self, norm: Callable) -> Callable:
-        """A norm of (x [s, ...], *weights, epsilon) that is computed block by block."""
+        """A norm of (x [s, ...], or [s, b, g/tp, ...] with heads, *weights, epsilon) that is computed block by block."""
 
         def in_blocks(x: torch.Tensor, *weights) -> torch.Tensor:
             *weights, epsilon = weights
             if len(x) % self.number:
                 return norm(x, *weights, epsilon)
+            blocks = [block for rows in x.chunk(self.number) for block in self._by_heads(rows)]
             copies = zip(*(_Copies.apply(weight, self) for weight in weights))
-            return torch.cat([norm(block, *own, epsilon) for block, own in zip(x.chunk(self.number), copies)])
+            found = [norm(block, *own, epsilon) for block, own in zip(blocks, copies)]
+            if self.heads > 1:
+                found = [torch.cat(found[at : at + self.heads], 2) for at in range(0, len(found), self.heads)]
+            return torch.cat(found)
 
         return in_blocks
+
+    def _by_heads(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        return rows.chunk(self.heads, 2) if self.heads > 1 else (rows,)
 
     def _of_ranks(self, blocks: torch.Tensor) -> torch.Tensor:
         """The sum over the blocks [number, ...] of all ranks, in the order of the sequence."""
         total = tree_sum(gather_rows(collectives.all_gather(blocks, self.sp), self.cp))
-        return total if self.sp.rank == self.cp.rank == 0 else total.zero_()
+        return total if self.sp.rank == self.tp.rank == self.cp.rank == 0 else total.zero_()
 
     def total_of_blocks(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The sum of what blocks have, added in fp32."""
-        return self._of_ranks(torch.stack([block.float() for block in blocks]))
+        """The sum of what blocks have, those of heads first in each block of tokens, added in fp32."""
+        blocks = torch.stack([block.float() for block in blocks]).unflatten(0, (self.number, self.heads))
+        of_heads = tree_sum(blocks.transpose(0, 1)).contiguous()
+        return self._of_ranks(collectives.all_reduce(of_heads, self.tp))
+
+
+class HeadSums(NamedTuple):
+    """Sums of a norm across heads, of which this rank has so many blocks."""
+
+    blocks: int
+    tokens: TokenBlocks
+
+    def over_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, g/tp, n, d] fp32 -> [s, b, 1, 1, 1]: the sum over this rank's heads."""
+        return tree_sum([block.flatten(2).sum(-1) for block in x.chunk(self.blocks, 2)])[..., None, None, None]
+
+    def over_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sum of rows [n, ...] over all tokens of a sample."""
+        return self.tokens.total(rows)
+
+
+def head_blocks(tp: Axis, groups: int) -> int:
+    """Blocks of the heads of this rank, one of tp with so many groups each: no layout that divides the groups cuts one."""
+    return math.gcd(groups * tp.size, BLOCKS) // tp.size
 
 
 def _by_width(blocks: Blocks, activation: Callable) -> Callable:
@@ -167,7 +209,7 @@ def _by_width(blocks: Blocks, activation: Callable) -> Callable:
     return in_blocks
 
 
-WHOLE = Blocks(1)
+WHOLE, EACH = Blocks(1), Blocks(BLOCKS)
 
 
 class _Copies(torch.autograd.Function):
@@ -176,7 +218,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, tokens):
         ctx.tokens = tokens
-        return tuple(weight.view_as(weight) for _ in range(tokens.number))
+        return tuple(weight.view_as(weight) for _ in range(tokens.number * tokens.heads))
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -15,8 +15,10 @@ from megatron.settings.schema import Config
 # Of what a padded vocabulary is a multiple: ranks and blocks divide it alike.
 VOCABULARY = 512
 # Weights of layers whose sums are those of blocks when tensor parallel ranks divide them.
-LAYERS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-DIVIDED = {f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias")}
+LAYERS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
+NORMS = ("attention.q_norm", "attention.k_norm")  # whose heads they divide
+EXPERTS = ("mlp.router", "mlp.experts.up", "mlp.experts.down")  # of ranks with other rows
+DIVIDED = {f"{layer}.{name}" for layer in (*LAYERS, *NORMS, *EXPERTS) for name in ("weight", "bias")}
 
 # Setting -> whether it is covered. `s` is `rules.record`.
 COVERED = {
@@ -25,7 +27,6 @@ COVERED = {
     "make_vocab_size_divisible_by": lambda s: VOCABULARY % s.make_vocab_size_divisible_by == 0,
     "fuse_attn_qkv": lambda s: s.fuse_attn_qkv,
     "cp_comm_type": lambda s: set(s.cp_comm) <= {"a2a"},
-    "expert_model_parallel_size": lambda s: s.expert_model_parallel_size == 1 or s.tp == 1,
     "precision": lambda s: s.precision in ("fp32", "bf16"),
     "amp_level": lambda s: s.amp_level != "O1" or s.precision == "fp32",
     "fp8_format": lambda s: not s.fp8_format,
@@ -42,7 +43,7 @@ COVERED = {
     "moe_router_load_balancing_type": lambda s: "global_aux_loss" not in words_of(s.moe_router_load_balancing_type),
     # Of sums over the samples of several ranks, which are kept in fp32:
     "moe_token_dispatcher_type": lambda s: _experts_stay(s) or s.moe_token_dispatcher_type == "alltoall",
-    "expert_tensor_parallel_size": lambda s: _experts_stay(s) or s.expert_tensor_parallel_size in (None, 1),
+    "expert_tensor_parallel_size": lambda s: _experts_stay(s) or (s.expert_tensor_parallel_size or s.tp) == 1,
     "disable_bias_linear": lambda s: _experts_stay(s) or s.disable_bias_linear,
     "grad_reduce_in_bf16": lambda s: _experts_stay(s) or not s.grad_reduce_in_bf16,
     "main_grads_dtype": lambda s: _experts_stay(s) or s.main_grads_dtype == "fp32",
@@ -52,13 +53,14 @@ INSTEAD = {
     "device": "say --device cpu",
     "cp_comm_type": "say --cp-comm-type a2a, which has whole heads on each rank",
     "precision": "say --bf16 or --precision fp32",
+    "expert_tensor_parallel_size": "say --expert-tensor-parallel-size 1",
     "disable_bias_linear": "say --disable-bias-linear, or leave out --expert-model-parallel-size",
 }
 
 
 def _experts_stay(s: SimpleNamespace) -> bool:
     """Whether each rank has all experts."""
-    return s.expert_model_parallel_size == 1 or s.tp > 1
+    return s.expert_model_parallel_size == 1
 
 
 def words_of(value: object) -> tuple[str, ...]:
@@ -68,6 +70,8 @@ def words_of(value: object) -> tuple[str, ...]:
 
 def said_of(s: SimpleNamespace, name: str) -> str:
     """A setting that is not covered, as the user wrote it."""
+    if name == "expert_tensor_parallel_size" and s.expert_tensor_parallel_size is None:
+        return f"experts whose weights {s.tp} ranks divide"
     if name == "cp_comm_type" and s.cp_comm_type is None:
         return f"{said(s, 'context_parallel_size')} with keys and values in a ring"
     return said(s, name)
@@ -108,6 +112,7 @@ def forward_problems(config: Config, world: int) -> list[str]:
         found += [said(s, "moe_expert_capacity_factor")] if s.moe_expert_capacity_factor is not None else []
         width = s.settings.model.expert_ffn_size
         found += [f"experts of width {width}, no multiple of {2 * BLOCKS}"] if width % (2 * BLOCKS) else []
+        found += [f"experts over {s.tp} ranks, which have too few tokens of a pass"] if s.tp > 1 else []
     return found + (not_divided(s) if s.tp > 1 and not found else [])
 
 
@@ -140,14 +145,18 @@ def not_divided(s: SimpleNamespace) -> list[str]:
         found += [f"{s.tp} x {s.cp} ranks, more than {BLOCKS}"] if s.tp * s.cp > BLOCKS else []
     found += [said(s, "label_smoothing")] if s.label_smoothing else []
     found += ["--attention-output-gate"] if s.attention_output_gate else []
-    rows = s.cp * max(VECTORS, SAME_ROWS) if s.cp > 1 else BLOCKS  # kernels treat the rows of ranks alike
+    cut = s.cp * (s.tp if s.settings.model.mixture else 1)  # ranks with rows that no product joins
+    rows = cut * max(VECTORS, SAME_ROWS) if cut > 1 else BLOCKS  # kernels treat the rows of ranks alike
+    found += experts_not_divided(s) if s.settings.model.mixture else []
     found += [f"--seq-length {s.seq_length}, no multiple of {rows}"] if s.seq_length % rows else []
     tables = recipe_of(s.settings).facts(s.settings, 1).tables.values()
     for name, placed in {name: placed for table in tables for name, placed in table.items()}.items():
         layer, _, own = name.partition(".")
+        if placed.buffer:
+            continue
         if name not in DIVIDED and not (layer.endswith("_norm") and own in ("weight", "bias")):
             found.append(f"the weight {name}")
-        elif name.endswith("weight") and (dim := placed.cut.get("tp")) is not None:
+        elif name.removesuffix(".weight") in LAYERS and (dim := placed.cut.get("tp")) is not None:
             width = math.prod(placed.shape[dim : max(dim + 1, len(placed.shape) - 1)])
             found += [f"{name}, whose {width} rows or columns are no multiple of {BLOCKS}"] if width % BLOCKS else []
             size = s.seq_length // s.cp * s.hidden_size * width // BLOCKS
@@ -155,6 +164,25 @@ def not_divided(s: SimpleNamespace) -> list[str]:
                 found.append(
                     f"{name} of {s.seq_length} / {s.cp} tokens, a product too small for the kernel of larger ones"
                 )
+    return found
+
+
+def experts_not_divided(s: SimpleNamespace) -> list[str]:
+    """What of experts tensor or context parallel ranks cannot divide in one order: neighbouring ranks have to have a
+    sample's rows, and whole experts.
+    """
+    if s.cp > 1:
+        return ["experts"]
+    if s.tp == 1:
+        return []
+    found, ways = [], words_of(s.moe_router_load_balancing_type)
+    if s.expert_model_parallel_size % s.tp or (s.expert_tensor_parallel_size or s.tp) > 1:
+        ranks = f"--expert-model-parallel-size {s.tp} or a multiple"
+        found.append(f"experts without --expert-tensor-parallel-size 1 and {ranks}")
+    found += [said(s, "moe_expert_capacity_factor")] if s.moe_expert_capacity_factor is not None else []
+    found += [said(s, "moe_router_load_balancing_type")] if "sinkhorn" in ways else []  # sums over tokens
+    if s.seq_length // s.tp * s.hidden_size * s.num_experts < SAME_SIZE:
+        found.append(f"a router of {s.num_experts} experts and {s.seq_length} / {s.tp} tokens, a product too small")
     return found
 
 

@@ -108,11 +108,16 @@ def calls_of(ops: list[LayerOp], modules: Sequence[str]) -> Iterator[tuple[Colle
 def _sums_over_tokens(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     """--batch-invariant-mode sums gradients over a sample's tokens in each pass, of which ranks of tp and cp have parts:
     those of norms and biases in `BLOCKS` blocks, and those of tables over whole samples (`mpu/ordered_tokens.py`).
+    Without sequence parallelism, ranks of tp have other heads: these are added up first.
     """
     name, number, cp, share = "sums over tokens", layout.num_microbatches(job), layout.cp, layout.rank_setup(job)
-    slots = [slot for unit in rank_units(job, layout, rank) for slot in unit.slots if not slot.decay]
-    cut = [slot for slot in slots if "tp" in slot.partial]
-    found = [Transfer(name, "all_gather", "tp", 4 * number * BLOCKS // cp * sum(slot.size for slot in cut), len(cut))]
+    slots_of = lambda layout: [slot for unit in rank_units(job, layout, rank) for slot in unit.slots if not slot.decay]
+    slots, heads = slots_of(layout), [slot for slot in slots_of(replace(layout, sp=False)) if "tp" in slot.partial]
+    calls = sum("tp" in slot.partial for slot in slots) - len(heads)
+    size = sum(slot.size for slot in slots if "tp" in slot.partial) - sum(slot.size for slot in heads)
+    blocks = 4 * number * BLOCKS // cp
+    found = [Transfer(name, "all_gather", "tp", blocks * size, calls)]
+    found.append(Transfer(name, "all_reduce", "tp", blocks * sum(slot.size for slot in heads), len(heads)))
     if cp == 1:
         return found
     found.append(Transfer(name, "all_gather", "cp", 4 * number * BLOCKS * sum(slot.size for slot in slots), len(slots)))

@@ -8,6 +8,7 @@ import io
 import math
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ import torch
 import pretrain_gpt
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
-from megatron.inference import batch_invariant
+from megatron.fused_kernels import explicit_attention
+from megatron.inference import batch_invariant, scoring
 from megatron.inference.batch_invariant import refuse_uncovered
 from megatron.inference.engine import Engine
 from megatron.inference.load import load_model
@@ -39,7 +41,8 @@ MODELS = {
     "llama": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 144
         --num-attention-heads 8 --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights""",
     "windowed": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 160
-        --num-attention-heads 4 --window-size 37,0 --attn-logit-softcapping 20 --final-logit-softcapping 8""",
+        --num-attention-heads 4 --window-size 37,0 --attn-logit-softcapping 20 --final-logit-softcapping 8
+        --qk-layernorm""",
 }
 MODELS["experts"] = f"""{MODELS["windowed"]} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
     --moe-shared-expert-intermediate-size 32"""
@@ -96,6 +99,8 @@ def generated(folder, parallel, requests, at_once, form, **engine):
     context = join_job(parallel, Kernels(device="cpu"))
     loaded = load_model(folder, mesh=context.mesh, precision=form, batch_invariant=parallel.batch_invariant_mode)
     engine, found = Engine(loaded.model, longest=loaded.longest, max_batch=at_once, **engine), []
+    if parallel.batch_invariant_mode:
+        engine.model.logits = with_rows_enough(engine.model.logits)
     if not engine.link.is_first:
         return engine.follow()
     numbers = {engine.add(request): place for place, request in enumerate(requests)}
@@ -111,11 +116,54 @@ def generated(folder, parallel, requests, at_once, form, **engine):
     return found
 
 
+def with_rows_enough(logits):
+    """`logits`, if no product has so few rows that another CPU's kernels may add up in another order: also the output
+    layer's, whose rows are those of wanted tokens.
+    """
+
+    def checked(tokens, cache, wanted):
+        assert len(tokens) % 16 == len(wanted) % 16 == 0 < len(wanted), (len(tokens), len(wanted))
+        return logits(tokens, cache=cache, wanted=wanted)
+
+    return checked
+
+
 def requests_of(s):
     """Texts that grow over the borders of blocks of queries, at 64 and 128 tokens. s: tokens of a sample"""
     prompts, draws = [START[:3], (7,), (*START, 50), (80, 1) * 11], Sampling(10, temperature=1.0, sampling_seed=7)
     prompts += [tuple(place * 7 % 96 for place in range(near)) for near in (58, 120, s - 6) if near < s]
     return [Request(prompt, draws, index, logprobs=0, prompt_logprobs=True) for index, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_attention_of_a_text_that_grows_has_the_keys_of_its_block_in_training(monkeypatch, window):
+    """Products of which this CPU's kernels have the same bits for any number of keys, and of rows, tell them apart here."""
+    real, (s, g, q, d) = explicit_attention.bmm, (160, 2, 2, 8)
+    told_apart = lambda weights, values: real(weights, values) + weights.shape[2] + 1000 * (weights.shape[1] < 16)
+    monkeypatch.setattr(explicit_attention, "bmm", told_apart)
+    draws = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(s, 1, g, *more, d, generator=draws) for more in ((q,), (), ()))
+    how = dict(scale=d**-0.5, window=window)
+    whole = explicit_attention.in_blocks(query, key, value, causal=True, **how)
+    for first, stop in ((0, s), (3, 70), *((place, place + 1) for place in range(s))):
+        own = explicit_attention.of_sample(query[first:stop], key[:stop], value[:stop], first=first, s=s, **how)
+        torch.testing.assert_close(own, whole[first:stop], rtol=0, atol=1e-3)
+
+
+def test_each_window_is_scored_in_a_pass_of_its_own():
+    passes, tokens = [], torch.arange(60).view(20, 3)
+
+    def token_losses(_, batch):
+        passes.append(tuple(batch.tokens.shape))
+        return (batch.labels - batch.tokens).float()
+
+    model = SimpleNamespace(ordered=True, facts=SimpleNamespace(settings=SimpleNamespace(seq_length=48)))
+    model.token_losses = token_losses
+    losses = scoring.token_losses(model, MicroBatch(tokens, 3 * tokens, torch.arange(3)))
+    assert passes == [(48, 1)] * 3 and losses.equal(2.0 * tokens)
+    model.ordered, passes[:] = None, []
+    assert scoring.token_losses(model, MicroBatch(tokens, 3 * tokens, torch.arange(3))).equal(2.0 * tokens)
+    assert passes == [(20, 3)]
 
 
 def in_layout(folder, form, requests, tp=1, pp=1, at_once=4, **more):

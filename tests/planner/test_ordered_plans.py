@@ -100,6 +100,15 @@ def test_a_search_plans_what_the_mode_covers():
         resolve(layout.applied(config, 48), 12)  # what a run would refuse is an error
 
 
+def test_a_search_divides_experts_as_the_mode_does():
+    flags = MODE.replace("--micro-batch-size 2", "").replace("--seq-length 16", "--seq-length 128")
+    flags = f"{flags} --num-experts 8 --disable-bias-linear --world-size 4 --local-world-size 4 --auto-parallel"
+    impossible = search_layouts(parse_pretrain(flags.split())).searched.impossible
+    refused = {one.partition(": ")[0] for one in impossible if "experts without" in one}
+    assert refused == set("tp2-dp2 tp2-etp1-dp2 tp2-pp2 tp2-etp1-pp2 tp4 tp4-etp1 tp4-ep2-etp1".split())
+    assert len(impossible) == len(refused), impossible  # tp2-ep2-etp1-dp2, tp4-ep4-etp1, ... are possible
+
+
 def test_micro_batches_of_any_size_are_one_sample():
     config = parse_pretrain(f"{MODE} --micro-batch-size auto".split())
     assert [plan.layout.micro_batch_size for plan in search_micro_batch(config).searched.plans] == [1]

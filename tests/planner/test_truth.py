@@ -154,12 +154,12 @@ CASES = [
     ("dp2", f"{ORDERED} --bf16"),
     ("dp4-zero1", f"{ORDERED} --sharding-degree 2 --bf16 --grad-reduce-in-bf16"),
     ("dp2-zero3", f"{ORDERED} --untie-embeddings-and-output-weights --bf16"),
-    ("tp2sp-dp2-zero2", f"{ORDERED} {PLAIN}"),
-    ("tp2-pp2-zbv", f"{ORDERED} --bf16"),
+    ("tp2sp-dp2-zero2", f"{ORDERED} {LLAMA}"),
+    ("tp2-pp2-zbv", f"{ORDERED} --bf16 --qk-layernorm"),
     ("pp2-dp2-zero1-zbh1", ORDERED),
     ("pp2-dp2-zero2-zbv", f"{ORDERED} --bf16"),
     ("cp2a2a", f"{ORDERED} {LONGER} --bf16"),
-    ("tp2sp-cp2a2a-zero3", f"{ORDERED} {LONGER} {PLAIN}"),
+    ("tp2sp-cp2a2a-zero3", f"{ORDERED} {LONGER} {LLAMA} --qk-layernorm-across-heads"),
     ("pp2-cp2a2a-zero1-zbh1", f"{ORDERED} {LONGER} --swiglu --untie-embeddings-and-output-weights"),
 ]
 

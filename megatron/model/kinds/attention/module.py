@@ -120,6 +120,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (
                 norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
             )
+            self.q_norm.groups = self.k_norm.groups = self.groups
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, *gate, key, value = self._parts(x)

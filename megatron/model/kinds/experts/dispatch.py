@@ -78,7 +78,9 @@ class Dispatcher:
 
     counts: Optional[Counts] = None
     filled = True  # each row of this rank's experts is one that arrived
-    ordered = False  # each rank's rows of an expert are a sum of their own (--batch-invariant-mode)
+    # --batch-invariant-mode: so many neighbouring ranks of ep have the rows of a sample, in their order, and each sample's
+    # rows of an expert are a sum of their own; 0: without the mode
+    sample_ranks = 0
 
     def __init__(
         self,
@@ -116,8 +118,8 @@ class Dispatcher:
             kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
             self.by_expert = kinds.argsort(stable=True)  # of arrived rows
             self.by_rank = _inverse(self.by_expert)
-        if self.ordered and not flat.is_meta:
-            return self._align_sources(kinds if self.ep.size > 1 else flat)
+        if self.sample_ranks and not flat.is_meta:
+            return self._align_samples(kinds if self.ep.size > 1 else flat)
         unit = row_unit(self.rows, flat.device.type)
         if unit > 1 and self.ep.size > 1:
             self.by_expert, self.by_rank, self.rows = _aligned(self.by_rank, kinds, self.rows, unit)
@@ -126,20 +128,21 @@ class Dispatcher:
             self.order, self.place, self.rows = _aligned(self.place, flat, self.rows, unit)
             self.whole = False
 
-    def _align_sources(self, experts: torch.Tensor) -> None:
-        """Add rows of zeros after those of each rank for each expert, as many as if it were alone. experts: of each pair,
-        or row that has arrived.
+    def _align_samples(self, experts: torch.Tensor) -> None:
+        """Add rows of zeros after those of each sample for each expert, as many as if it were on a rank alone. experts: of
+        each pair, or row that has arrived.
         """
-        arriving, ranks = self.counts.arriving, self.ep.size
-        mean = Rows(arriving.new_zeros(arriving.shape[1] * ranks), len(self._flat))  # of a rank alone, with all experts
-        unit, by_source = row_unit(mean, self._flat.device.type), arriving.t().flatten()
+        arriving, ranks, each = self.counts.arriving, self.ep.size, self.sample_ranks
+        mean = Rows(arriving.new_zeros(arriving.shape[1] * ranks), len(self._flat) * each)  # alone, with all experts
+        samples, unit = ranks // each, row_unit(mean, self._flat.device.type)
+        by_sample = arriving.unflatten(0, (samples, each)).sum(1).t().flatten()
         kinds = experts
         if ranks > 1:
-            source = torch.arange(ranks).repeat_interleave(arriving.sum(1), output_size=len(experts))
-            kinds = experts * ranks + source
+            sample = torch.arange(ranks).div_(each, rounding_mode="floor")
+            kinds = experts * samples + sample.repeat_interleave(arriving.sum(1), output_size=len(experts))
         before = self.place if ranks == 1 else self.by_rank
-        order, place, parts = _aligned(before, kinds, Rows(by_source, self.rows.total), unit)
-        sources = parts.counts.view(-1, ranks)
+        order, place, parts = _aligned(before, kinds, Rows(by_sample, self.rows.total), unit)
+        sources = parts.counts.view(-1, samples)
         self.rows = Rows(sources.sum(1), parts.total, sources.sum(1).tolist(), sources=sources.tolist())
         if ranks > 1:
             self.by_expert, self.by_rank, self.filled = order, place, False

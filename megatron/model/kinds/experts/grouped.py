@@ -34,7 +34,7 @@ class Rows:
     """How many rows each expert of this rank has, as [E] on the device.
 
     host: the same on the host, if it knows them. even: the number of rows of each, if all have equally many
-    sources: those of each expert from each rank of ep, which are in this order; known in --batch-invariant-mode
+    sources: those of each expert from each sample, which are in this order; known in --batch-invariant-mode
     """
 
     counts: torch.Tensor

@@ -37,6 +37,8 @@ class MoELayer(nn.Module):
     weights: `experts.weights.experts(...)`
     """
 
+    ordered = False  # sums have one order (--batch-invariant-mode)
+
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
         of, model, mesh = lambda name: take_prefix(weights, name), setup.model, setup.mesh
@@ -58,6 +60,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows, memo = self._own_rows(x), context.routings.get(self.layer)
+        rows = rows.view_as(rows) if self.ordered else rows  # its two gradients are added first, whatever is cut
         routing = self.router(rows, self._own_mask(x, context.loss_mask), context.samples, memo=memo)
         context.routings[self.layer] = routing.memo
         dispatcher, shared = self.experts.start(routing), None
@@ -68,6 +71,11 @@ class MoELayer(nn.Module):
         if self.cut:
             y = mappings.join_rows(y, self.tp)[: len(x)]
         return y if shared is None else y + shared, routing.sums
+
+    def attach_ordered(self) -> None:
+        """Give its sums one order (--batch-invariant-mode)."""
+        self.ordered = self.experts.up.ordered = self.experts.down.ordered = True
+        self.experts.dispatcher = partial(_ordered, self.experts.dispatcher, self.tp.size)
 
     def _own_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of this rank along tp, [s', b, h]; the last ones may be added rows of zeros."""
@@ -104,11 +112,6 @@ class Experts(Activation):
         self.up = GroupedLinear(take_prefix(weights, "up"), axes, **setup.factory)
         self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **setup.factory)
 
-    def attach_ordered(self) -> None:
-        """Give its sums one order (--batch-invariant-mode)."""
-        self.dispatcher = partial(_ordered, self.dispatcher)
-        self.up.ordered = self.down.ordered = True
-
     def start(self, routing: Routing) -> Dispatcher:
         """The dispatcher of this rank's tokens, and those of other etp ranks. The numbers of rows are under way."""
         (n, k), memo = routing.experts.shape, routing.memo
@@ -136,9 +139,9 @@ class Experts(Activation):
             return self.down(x, rows, weights)
 
 
-def _ordered(make: Callable, *arguments) -> Dispatcher:
+def _ordered(make: Callable, sample_ranks: int, *arguments) -> Dispatcher:
     dispatcher = make(*arguments)
-    dispatcher.ordered = True
+    dispatcher.sample_ranks = sample_ranks
     return dispatcher
 
 

@@ -32,7 +32,8 @@ from megatron.model.kinds.experts.weights import router
 from megatron.model.weights import Table
 from megatron.mpu import collectives, mappings
 from megatron.mpu.context_parallel import own_rows
-from megatron.mpu.layers import create_parameters, linear
+from megatron.mpu.layers import LinearOptions, create_parameters, linear
+from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import random_words, seed_of
 from megatron.settings.schema import Model
@@ -79,6 +80,8 @@ class Router(nn.Module):
     """
 
     replay = last_load = None
+    product: Optional[LinearProduct] = None  # of sums of one order; set by `ordered.attach_ordered`
+    routes_rows = True  # those of this rank of tp, as of cp
 
     weights = staticmethod(router)  # (settings) -> the table; needs no torch
 
@@ -133,7 +136,7 @@ class Router(nn.Module):
         with torch._C.DisableTorchFunction() if torch._C._is_torch_function_mode_enabled() else nullcontext():
             # Without `Autocast`, which computes products in half precision.
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            logits = linear(x, self.weight.to(self.dtype), bias)
+            logits = linear(x, self.weight.to(self.dtype), bias, LinearOptions(product=self.product))
         if not self.model.moe_router_force_load_balancing or x.is_meta:
             return logits
         # Uniform numbers choose experts like any other; the gradient is that of the logits.
