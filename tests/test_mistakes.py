@@ -348,7 +348,11 @@ CHECKPOINTS = [  # exit code 5
     ("pretrain_gpt", f"{MOCK} --load ck-dcp", "is in torch's distributed format|checkpoint from-megatron"),
     ("checkpoint", "verify corpus.jsonl", "corpus.jsonl holds no checkpoint|it is a file, and no folder"),
     ("pretrain_gpt", f"{MOCK} --load ck-hf", "is a model of Hugging Face transformers|checkpoint from-hf ck-hf OUT"),
-    ("pretrain_gpt", f"{MOCK} --save of/hf", "--save of/hf holds a model of Hugging Face transformers|folder of its own"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --save of/hf",
+        "--save of/hf holds a model of Hugging Face transformers|folder of its own",
+    ),
     ("pretrain_gpt", f"{MOCK} --save ck --save-copy of/peft", "--save-copy of/peft holds adapters of PEFT"),
     ("pretrain_gpt", f"{MOCK} --save of/export --dry-run", "--save of/export holds an export"),
     ("pretrain_gpt", f"{MOCK} --save of/megatron", "--save of/megatron holds checkpoints of Megatron-LM"),

@@ -76,7 +76,7 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
         if "a list instead of an object" in reason:
             do = f"one array? jq -c '.[]' {settings.input[0]} > lines.jsonl writes a line for each of its objects"
         if re.search(r"\(keys: [^)]*\b(messages|conversations)\b", reason):
-            do = "conversations are learned as they are: finetune.py --task chat --train-data FILE; here --json-keys names texts"
+            do = "conversations are learned as they are: finetune.py --task chat --train-data FILE; --json-keys names texts"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(

@@ -199,8 +199,8 @@ def _spellings_of(groups: tuple[tuple[str, type], ...]) -> Mapping[str, Spelling
 def _gpu(word: str) -> str:
     """What says which GPU is meant, in the place of --device.
 
-    >>> _gpu("cuda:1"), _gpu("H100")
-    ('CUDA_VISIBLE_DEVICES=1 in front of the command chooses a GPU', 'plan and --dry-run take a kind of GPU: --device-name H100')
+    >>> _gpu("H100")
+    'plan and --dry-run take a kind of GPU: --device-name H100'
     """
     if number := re.fullmatch(r"(?:cuda|gpu):(\d+)", word):
         return f"CUDA_VISIBLE_DEVICES={number[1]} in front of the command chooses a GPU"

@@ -266,7 +266,11 @@ def test_flags_without_effect_are_named(checkpoint, tmp_path, capsys):
     "kind, extra, do",
     [
         ("GPT", {}, None),
-        ("megatron.tasks.chat", {"chat": {"task": "chat"}}, "its task: finetune.py --task chat --skip-train --load {} --v"),
+        (
+            "megatron.tasks.chat",
+            {"chat": {"task": "chat"}},
+            "its task: finetune.py --task chat --skip-train --load {} --v",
+        ),
         ("my_gpt", {"variant": None}, "its own data: python -m my_gpt, with the words of its training, --skip-train"),
     ],
 )

@@ -64,7 +64,12 @@ def test_the_page_for_users_of_hugging_face_names_flags_that_there_are(theirs, h
 ELSEWHERE = [  # command, line, what the message says, what it must not say
     ("plan", "--model llama-3-8b --world-size 8", "no --model: say --model-name-or-path", "missing"),
     ("plan", "--gpus 8 --model-name-or-path gpt2", "no --gpus: say --world-size", "--nproc-per-node"),
-    ("plan", "--device H100 --model-name-or-path gpt2", "none of auto, cpu, cuda, gpu; plan and --dry-run take", "mean"),
+    (
+        "plan",
+        "--device H100 --model-name-or-path gpt2",
+        "none of auto, cpu, cuda, gpu; plan and --dry-run take",
+        "mean",
+    ),
     ("plan", "--gpu H100 --model-name-or-path gpt2", "no --gpu: say --device-name", "--nproc-per-node"),
     ("plan", "--model-name-or-path llama3-8b", "shape; did you mean llama-3-8b?", "missing|gpt2-small"),
     ("pretrain", "--gpus 8 --model-name-or-path gpt2", "--nproc-per-node N starts a process for each GPU", "world"),
@@ -75,7 +80,12 @@ ELSEWHERE = [  # command, line, what the message says, what it must not say
     ("pretrain", "--device cuda:1 --model-name-or-path gpt2", "cuda, gpu; CUDA_VISIBLE_DEVICES=1 in front", "did you"),
     ("finetune", "--task chat --train_file x", "no --train-file: say --train-data FILE", "preprocess_data"),
     ("finetune", "--task chat --max_prompt_length 9", "longer than --seq-length loses its end", "unknown"),
-    ("generate", "--max_length 9 --load x --prompt y", "no --max-length: say --tokens-to-generate, which", "seq-length"),
+    (
+        "generate",
+        "--max_length 9 --load x --prompt y",
+        "no --max-length: say --tokens-to-generate, which",
+        "seq-length",
+    ),
     ("generate", "--torch_dtype bfloat16 --load x --prompt y", "no --torch-dtype: say --precision", "unknown"),
     ("generate", "--model x --prompt y", "no --model: say --load, or --load-exported", "unknown"),
     ("checkpoint", "to-hf x y --torch_dtype bfloat16", "no --torch-dtype: say --dtype", "unknown"),
@@ -90,7 +100,8 @@ def test_hints_are_those_of_the_command(command, line, said, unsaid):
     import pretrain_gpt
     from megatron.tools import checkpoint, generate, plan
 
-    tools = dict(plan=plan, pretrain=pretrain_gpt, finetune=finetune, generate=generate, checkpoint=checkpoint, preprocess=preprocess_data)
+    tools = dict(plan=plan, pretrain=pretrain_gpt, finetune=finetune)
+    tools |= dict(generate=generate, checkpoint=checkpoint, preprocess=preprocess_data)
     with pytest.raises(UsageError) as refused:
         tools[command].main(line.split())
     assert said in str(refused.value) and not any(one in str(refused.value) for one in unsaid.split("|"))

@@ -84,16 +84,25 @@ MEANT_HERE = (
     ("suppress_tokens sequence_bias", "say --logit-bias TOKEN:X, as in --logit-bias 7:-inf"),
     ("no_repeat_ngram_size", "say --repetition-penalty, or --bad-words-ids"),
     ("typical_p epsilon_cutoff eta_cutoff top_h", "tokens are chosen by --temperature, --top-k, --top-p and --min-p"),
-    ("device_map", "say --device; ranks share a model by --tensor-model-parallel-size and --pipeline-model-parallel-size"),
+    (
+        "device_map",
+        "say --device; ranks share a model by --tensor-model-parallel-size and --pipeline-model-parallel-size",
+    ),
     ("config_overrides", "say --num-layers, --hidden-size, --num-attention-heads"),
     ("warmup_steps", "say --lr-warmup-iters"),
     ("dataloader_drop_last", "samples are counted by --train-iters; an incomplete last batch is left out"),
     ("do_train do_eval", "training is what is done; --eval-interval and --eval-iters say how it is evaluated"),
     ("resume_from_checkpoint", "say --load FOLDER, the --save of that run"),
     ("train_file validation_file", "say --train-data FILE and --valid-data FILE: conversations", "--chat-template"),
-    ("dataset_config dataset_train_split dataset_test_split", "say --train-data and --valid-data, with files or splits"),
+    (
+        "dataset_config dataset_train_split dataset_test_split",
+        "say --train-data and --valid-data, with files or splits",
+    ),
     ("dataset_num_proc", "conversations are encoded once, and kept in --data-cache-path", "--chat-template"),
-    ("eos_token pad_token dataset_kwargs", "--chat-template writes the end of an answer; samples are padded without loss"),
+    (
+        "eos_token pad_token dataset_kwargs",
+        "--chat-template writes the end of an answer; samples are padded without loss",
+    ),
     ("padding_free packing_strategy", "say --packing"),
     ("ref_model ref_model_name_or_path", "say --reference-load FOLDER"),
     (
