@@ -217,7 +217,9 @@ def test_commands_choose_before_torch_is_loaded(name, root):
     ]
     function = next(f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno < calls[0] <= f.end_lineno)
     imports = [
-        node.lineno for node in ast.walk(function) if isinstance(node, ast.ImportFrom) and node.module.startswith(heavy)
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(heavy) and node.lineno > function.lineno
     ]
     assert imports and calls[0] < min(imports)
 
