@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.checkpoint.folder import choose, restore
+from megatron.checkpoint.choose import choose
+from megatron.checkpoint.folder import restore
 from megatron.checkpoint.lineage import ancestors
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.checkpoint.store import Piece

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.missing import EXPORT
 from megatron.convert import compressed_tensors, hf_files
 from megatron.convert.export import programs
