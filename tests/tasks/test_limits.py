@@ -1001,3 +1001,38 @@ def test_training_data_that_cannot_be_asked_is_said_where_it_was_named(given):
     assert found is None and len(notices) == (given is not None)
     assert all("of evaluation sets is not known" in notice and "--train-data" in notice for notice in notices)
     assert contaminated.training_contents(SimpleNamespace(data_path=None, train_data_path=None), None) == (None, [])
+
+
+@pytest.mark.parametrize(
+    "files, names",
+    [
+        (("/a/x.tsv", "/a/y.tsv"), ["x", "y"]),
+        (("/a/x.tsv", "/b/x.tsv"), ["a-x", "b-x"]),
+        (("/a/x.tsv", "/b/x.tsv", "/b/y.tsv"), ["a-x", "b-x", "b-y"]),
+        (("/x.tsv", "/b/x.tsv"), ["x", "b-x"]),
+        (
+            ("/a/x.tsv", "/c/a/x.tsv", "/b/c/a/x.tsv"),
+            ["a-x", "c-a-x", "b-c-a-x"],
+        ),  # up to the whole of the longest path
+    ],
+)
+def test_sets_are_named_by_as_much_of_their_path_as_tells_them_apart(files, names):
+    """Names become those of files: none has a slash."""
+    for order in itertools.permutations(range(len(files))):
+        assert kept_settings._names([Path(files[n]) for n in order], "valid") == [names[n] for n in order]
+    with pytest.raises(SettingsError, match="--valid-data names one file twice, or .* ending alone"):
+        kept_settings._names([Path(files[0]), Path(files[0]).with_suffix(".jsonl")], "valid")
+
+
+@pytest.mark.parametrize("labels", ["ab", "abc"])
+def test_files_of_probabilities_have_all_examples_of_the_training_data(labels, tmp_path):
+    """In their order, and at least one: what differs is said with its line."""
+    task, share = SimpleNamespace(regression=False, name="t", labels=tuple(labels)), 1 / len(labels)
+    rows = tuple(TaskExample("x", None, 0, str(number)) for number in range(3))
+    for count in (0, 1, 2, 4):
+        path = soft(tmp_path, "few.tsv", labels, *[[share] * len(labels)] * count)
+        with pytest.raises(DataError, match=f"few.tsv has {count} examples, and the training file 3"):
+            with_soft_labels(Examples(rows, {"": range(3)}), [path], task)
+    path = soft(tmp_path, "all.tsv", labels, *[[share] * len(labels)] * 3)
+    with pytest.raises(DataError, match="all.tsv, line 3: example 1, where training has 2"):
+        with_soft_labels(Examples((rows[0], rows[2], rows[1]), {"": range(3)}), [path], task)
