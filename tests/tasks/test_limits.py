@@ -1111,3 +1111,10 @@ def test_made_up_sentences_have_a_label_of_any_length_at_their_end():
         lasts.add(int(sample[LABELS][-1]))
         assert mask == sorted(mask) and ids[1:] == sample[LABELS].tolist()[:-1] and max(ids) < 5
     assert counts == {1, 2, 3, 4} and lasts == set(range(5))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_figures_of_no_examples_are_0_and_those_of_right_ones_1(classes):
+    for figure in (metrics.accuracy, metrics.f1, metrics.macro_f1, metrics.matthews):
+        assert figure([], [], classes) == 0.0
+        assert figure([*range(classes)] * 2, [*range(classes)] * 2, classes) == pytest.approx(1.0)

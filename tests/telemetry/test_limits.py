@@ -9,6 +9,7 @@ import re
 import statistics
 import threading
 import urllib.error
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,7 +49,9 @@ from megatron.telemetry.event_rules import (
     EventRule,
     RecordRules,
     read_rules,
+    rule_of,
 )
+from megatron.telemetry.events import KINDS
 from megatron.telemetry.history import History
 from megatron.telemetry.lanes import COMPUTE, GATHER, RECEIVE, SEND, Bar
 from megatron.telemetry.log_lines import _fitted
@@ -794,6 +797,31 @@ def test_peaks_are_those_that_vendors_publish(device):
     wanted = next((peak for name, peak in half.items() if name in device), PUBLISHED[device][1])
     assert peak_flops.peak_flops(device, "fp16") == pytest.approx(wanted * 1e12)
     assert peak_flops.peak_flops(device, "int3") is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_may_say_what_its_kind_has(kind, tmp_path):
+    """A level, and the limits that have a default; what the file does not say is the default."""
+    path, default = tmp_path / "rules.yaml", DEFAULTS.get(kind, EventRule())
+    assert rule_of({}, kind) == default and rule_of({kind: EventRule(7.0)}, kind) == EventRule(7.0)
+    for name in ("threshold", "seconds", "bytes_per_second", "level", "off", "thresholds"):
+        value = "error" if name == "level" else 5
+        path.write_text(f'{kind}: {{"{name}": {value}}}\n')
+        if name == "level" or getattr(default, name, None) is not None and name != "off":
+            assert read_rules(str(path)) == {kind: replace(default, **{name: value})}
+        else:
+            with pytest.raises(SettingsError, match=f"{kind}: it has no {name}"):
+                read_rules(str(path))
+    for word, off in (("on", False), ("off", True)):
+        path.write_text(f"{kind}: {word}\n")
+        assert read_rules(str(path)) == {kind: replace(default, off=off)}
+
+
+def test_a_file_of_rules_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(SettingsError, match="--event-rules .*: cannot be read: Is a directory"):
+        read_rules(str(tmp_path))
+    with pytest.raises(SettingsError, match="--event-rules .*none.yaml: cannot be read: No such file"):
+        read_rules(str(tmp_path / "none.yaml"))
 
 
 # ---- reports and lists of runs -------------------------------------------------------------------------------------------
