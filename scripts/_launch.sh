@@ -278,7 +278,7 @@ train() {
             command+=(--standalone)
         fi
         # A file for each rank; the terminal shows the first one of each node.
-        [ -z "${LOG_DIR:-}" ] || command+=(--log-dir "$LOG_DIR/ranks-of-node-$NODE_RANK" --redirects 3 --tee 0:3)
+        [ -z "${LOG_DIR:-}" ] || command+=(--log-dir "$LOG_DIR/ranks-of-node-$NODE_RANK")
     fi
     command+=("$ROOT/pretrain_gpt.py" "${FLAGS[@]}")
     [ "${RANK:-0}" -gt 0 ] || [ "${NODE_RANK:-0}" -gt 0 ] || say_difference

@@ -199,6 +199,9 @@ def whole_file(path: str | Path):
             aside.unlink(missing_ok=True)
 
 
+LOCK = ".lock"  # the file of a `WriterLock`
+
+
 class WriterLock:
     """A lock of the one process that writes into a folder. The kernel drops it when the process ends, even by kill -9.
 
@@ -209,7 +212,7 @@ class WriterLock:
 
     def __init__(self, folder: Path):
         """Raises Locked when another process writes into `folder`."""
-        path = folder / ".lock"
+        path = folder / LOCK
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -279,7 +282,7 @@ def locked_folder(folder: Path, target: Path, other: str):
             raise Locked(f"{target} is being written by another {other}", error.why, "give another --output") from None
         try:
             for path in folder.iterdir():
-                if path.name != ".lock":
+                if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield folder
         finally:

@@ -78,13 +78,17 @@ def format_rates(rates: dict[str, float]) -> str:
     return ", ".join(parts)
 
 
+UNLABELLED = "none: its samples have no labels"
+
+
 def evaluation_lines(iteration: int, split: str, final: bool, losses: dict, perplexities: dict) -> str:
     """Megatron-LM's three lines of an evaluation. final: at the end of training, with the name of the set."""
     label = f" on {split} set" if final else ""
-    line = f" validation loss at iteration {iteration}{label} | " + "".join(
+    figures = "".join(
         f"{name} value: {value:.6E} | " + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
         for name, value in losses.items()
     )
+    line = f" validation loss at iteration {iteration}{label} | {figures or f'{UNLABELLED} | '}"
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])
 
@@ -138,7 +142,8 @@ def short_evaluation(iteration: int, split: str, final: bool, losses: dict, perp
         for name, value in losses.items()
     ]
     took = "" if seconds is None else f", in {seconds:.1f} s"
-    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {', '.join(parts)}{took}"
+    figures = ", ".join(parts) or UNLABELLED
+    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {figures}{took}"
 
 
 def short_name(name: str) -> str:

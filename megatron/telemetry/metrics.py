@@ -185,8 +185,11 @@ class Metrics:
         final: bool = False,
         samples: Optional[range] = None,
         seconds: Optional[float] = None,
+        weights_of: Optional[int] = None,
     ) -> None:
         """Record the mean losses of an evaluation over `samples`, places in the order of its split.
+
+        weights_of: the iteration whose weights are evaluated, if they are not the present ones
 
         The log has "validation loss" for every split, as in Megatron-LM. At the end of training (`final`) it also names
         the set, after the iteration: " on validation set", " on test set".
@@ -198,12 +201,13 @@ class Metrics:
             name: math.exp(min(20.0, value)) for name, value in losses.items() if name in self.run.perplexities
         }
         self.console.log(
-            evaluation_lines(iteration, split, final, losses, perplexities),
-            short_evaluation(iteration, split, final, losses, perplexities, seconds),
+            evaluation_lines(weights_of or iteration, split, final, losses, perplexities),
+            short_evaluation(weights_of or iteration, split, final, losses, perplexities, seconds),
         )
         self._write(
             dict(kind="eval", split=split, iteration=iteration, consumed_samples=consumed_samples, time=now())
             | dict(final=final)
+            | ({} if weights_of is None else dict(weights_of=weights_of))
             | ({} if samples is None else dict(first_sample=samples.start, samples=len(samples)))
             | losses
             | {f"{name} ppl": value for name, value in perplexities.items()}

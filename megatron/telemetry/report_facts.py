@@ -95,7 +95,7 @@ def task(history: History) -> Rows:
     """The last evaluation of a task on each set."""
     last = {e.get("split"): e for e in history.evals}
     return [
-        (f"{name}, {split}", f"{e[name]:.4f} at iteration {e['iteration']:,}")
+        (f"{name}, {split}", f"{e[name]:.4f} at iteration {e.get('weights_of', e['iteration']):,}")
         for split, e in last.items()
         for name in history.figures
         if e.get(name) is not None

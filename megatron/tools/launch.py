@@ -87,6 +87,7 @@ def main(argv: list[str]) -> None:
             job.kill()
             raise
         text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
+        job.end_logs(endings, text, rank)
         record_cause(args, job.began, text, code, rank)
         kept.add(f"rank_{rank}.txt")
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
@@ -154,8 +155,9 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     last = dict(heard)
     for note in replaced([(words, last[flag]) for flag, words in heard if words != last[flag]]):
         print(f"note: {note}", file=sys.stderr)
-    if args.log_dir is not None and (args.redirects, args.tee) == ("0", "0"):
-        # As in PaddlePaddle: each rank's output in a file, and the first rank's here too
+    # As in PaddlePaddle: each rank's output in a file, and the first rank's here too
+    args.worker_logs = args.log_dir is not None and (args.redirects, args.tee, args.logs_specs) == ("0", "0", None)
+    if args.worker_logs:
         args.redirects, args.tee = "3", "0:3"
     if place := re.fullmatch(r"([^:]+):(\d+)", args.master_addr):
         raise UsageError(
@@ -247,6 +249,7 @@ class Launch:
         self.args, self.began = args, time.time()
         self.failures: Mapping[int, object] = {}  # rank -> torch's ProcessFailure
         self.error: Optional[BaseException] = None  # of the agent itself
+        self.logs = None  # `guard.worker_logs.WorkerLogs`, with --log-dir alone
         self.signals: list[int] = []  # that were forwarded
         self.killed: set[int] = set()  # rank processes that did not end at a signal
         self.signalled: set[int] = set()  # rank processes that got a signal
@@ -283,7 +286,7 @@ class Launch:
 
         try:
             with recording_kills(self.killed, self.patience()):
-                start(self.args)
+                start(self)
         except ChildFailedError as failed:
             self.failures = failed.failures
         except BaseException as error:
@@ -330,6 +333,15 @@ class Launch:
             return Ending(int(files[-1].parent.name), words["code"], words["brief"], words["told"])
         return Ending(0, -self.signals[-1], "")
 
+    def end_logs(self, endings: Iterable[Ending], text: str, rank: int) -> None:
+        """Write the messages of failed ranks, of which `rank`'s is printed here as `text`, to their own files, too."""
+        if self.logs is None:
+            return
+        for one in endings:
+            own = text if one.rank == rank else one.message
+            self.logs.add(one.rank, "" if one.printed else own)
+        shutil.rmtree(self.logs.folder, ignore_errors=True)
+
     def last_words(self, endings: Iterable[Ending]) -> tuple[str, int, int]:
         """(text to print, exit code, rank) of the rank that is most informative about the cause.
 
@@ -355,11 +367,14 @@ class Launch:
         return "" if printed else message, to_shell(code), rank
 
 
-def start(args: Namespace) -> None:
+def start(job: Launch) -> None:
     """Run what `torchrun` runs for its arguments. Raises ChildFailedError if a rank fails."""
     from torch.distributed import run as torchrun
     from torch.distributed.launcher.api import elastic_launch
 
+    from megatron.guard.worker_logs import WorkerLogs, one_file_for_both
+
+    args = job.args
     one_machine = torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1
     default = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (one_machine and default):
@@ -375,7 +390,10 @@ def start(args: Namespace) -> None:
         place, patience = (args.master_addr, args.master_port, args.node_rank), patience_of(args.training_script_args)
         note = lambda text: print(f"note: {text}", file=sys.stderr, flush=True)
         store = NodeRendezvous(*place, config.max_nodes, patience, note).join()
-    elastic_launch(config, program)(*words)
+    if args.worker_logs:
+        job.logs = config.logs_specs = WorkerLogs(args.log_dir, config.logs_specs)
+    with one_file_for_both():
+        elastic_launch(config, program)(*words)
     del store
 
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, numbered, run_main
+from megatron.settings.dialects.in_common import NOTHING, InCommon, Reasons, in_common, place_and_why, reasons
 from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.nemo2 import NEMO2
 from megatron.settings.dialects.recipes import RecipeRuns
 from megatron.settings.dialects.runs import DIALECTS, is_source, translations
 from megatron.settings.dialects.shell import LITERAL, quoted, read_words
 from megatron.settings.dialects.start import TranslatedRun, Untranslated, WithoutFile, as_is, place_of, ranks_note
-from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting
+from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine
 from megatron.settings.dialects.translate import HELD_BY_SHELL, back, spellings
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
@@ -124,10 +125,13 @@ def print_runs(dialect: Dialect, words: list[str], options: TranslateOptions) ->
         raise UsageError(gone, do="check the path: nothing is translated")
     if len(runs) > 1 and options.format == "yaml":
         raise UsageError(f"{len(runs)} runs cannot be one YAML file", do="translate one command at a time")
-    lines: list[str] = []
+    shared = in_common(runs)
+    lines = [
+        line for one in {common.name: common for common in shared}.values() for line in lines_in_common(one, dialect)
+    ]
     for one in parts:
         if isinstance(one, TranslatedRun):
-            lines += lines_of(one, dialect, options.format)
+            lines += lines_of(one, dialect, options.format, shared[runs.index(one)])
         elif options.format == "yaml":
             lines += [f"# {line.lstrip('# ')}" for line in one.splitlines()]
         else:
@@ -135,7 +139,7 @@ def print_runs(dialect: Dialect, words: list[str], options: TranslateOptions) ->
     print("\n".join(lines).replace(LITERAL, "$"))
     if gone:
         raise UsageError(gone, do="check the path: the other commands are translated")
-    if unknown := [place_and_why(source, why) for one in runs for source, why in one.found.unknown]:
+    if unknown := [place_and_why((source, why)) for one in runs for source, why in one.found.unknown]:
         which = "this setting is" if len(unknown) == 1 else f"{len(unknown)} settings are"
         text = unknown[0] if len(unknown) == 1 else numbered(unknown)
         raise UsageError(
@@ -147,11 +151,6 @@ def print_runs(dialect: Dialect, words: list[str], options: TranslateOptions) ->
     problems += [f"{untranslated} commands are not translated"] * bool(untranslated)
     if options.strict and problems:
         raise SettingsError(", and ".join(problems), do="see 'no equivalent' and 'not translated' above")
-
-
-def place_and_why(source: TheirSetting, why: str) -> str:
-    """A source that is not translated, with its place and the reason."""
-    return f"{place_of(source)}{' ' if why.startswith('is ') else ': '}{why}"
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
@@ -169,16 +168,35 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
     )[purpose]
 
 
-def lines_of(run: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
-    """The lines of a run: a command for bash, or a file for --config; then what has no effect, and no equivalent."""
+def lines_in_common(common: InCommon, dialect: Dialect) -> list[str]:
+    """The array of flags that several runs share, and what has no effect, or no equivalent, in all of them."""
+    if not common.name:
+        return []
+    commented: set[str] = set()
+    rows = [(as_flag(line), comment(line, dialect, commented)) for line in common.lines]
+    head = f"# from {dialect.title}, by megatron.tools.translate: what several commands below have in common"
+    return [
+        head,
+        f"{common.name}=(",
+        *(f"    {row}" for row in aligned(rows)),
+        ")",
+        *left_out(common.idle, common.lost),
+    ]
+
+
+def lines_of(run: TranslatedRun, dialect: Dialect, form: str, common: InCommon = NOTHING) -> list[str]:
+    """The lines of a run: a command for bash, or a file for --config; then what has no effect, and no equivalent.
+
+    common: what is printed before it, for other runs as well
+    """
     commented: set[str] = set()  # sources whose change of meaning is said already
     as_row = (lambda line: as_yaml(line, run.known)) if form == "yaml" else as_flag
-    rows = [(as_row(line), comment(line, dialect, commented)) for line in run.found.lines]
+    rows = [(as_row(line), comment(line, dialect, commented)) for line in common.without(run.found.lines, "lines")]
     kept = [(as_flag(line), comment(line, dialect, commented)) for line in run.found.kept]
     head = [f"# from {dialect.title}, by megatron.tools.translate"]
     head += [f"# {note}" for note in (*ranks_note(run), *run.notes)]
     if run.found.unknown:
-        head += ["# unknown, and left out:", *(f"#   {place_and_why(*one)}" for one in run.found.unknown)]
+        head += ["# unknown, and left out:", *(f"#   {place_and_why(one)}" for one in run.found.unknown)]
     behind = map(as_is, run.behind)
     if form == "yaml":
         held = [any(map(VARIABLE.search, line.words)) for line in run.found.lines]
@@ -190,11 +208,16 @@ def lines_of(run: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
         body = aligned(rows)
     else:
         words = [*run.start, run.program, '"${FLAGS[@]}"', *behind]
-        body = ["FLAGS=(", *(f"    {row}" for row in aligned(rows + kept)), ")", " ".join(words)]
-    for title, pairs in (("no effect here", run.found.idle), ("no equivalent", run.found.lost)):
-        if pairs:
-            body += [f"# {title}:", *(f"#   {place_and_why(*one)}" for one in pairs)]
-    return head + body
+        shared = [f'"${{{common.name}[@]}}"'] * bool(common.name)
+        body = ["FLAGS=(", *(f"    {row}" for row in shared + aligned(rows + kept)), ")", " ".join(words)]
+    idle, lost = (common.without(getattr(run.found, name), name) for name in ("idle", "lost"))
+    return head + body + left_out(idle, lost)
+
+
+def left_out(idle: Reasons, lost: Reasons) -> list[str]:
+    """Comments on settings without an effect, and without an equivalent."""
+    body = ["# no effect here:"] * bool(idle) + [f"#   {line}" for line in reasons(idle)]
+    return body + ["# no equivalent:"] * bool(lost) + [f"#   {place_and_why(one)}" for one in lost]
 
 
 def aligned(rows: list[tuple[str, str]]) -> list[str]:

@@ -85,9 +85,16 @@ def save_before_evaluation(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(
-    run: Run, batches, split: str, final: bool = False, measures: Optional[Measures] = None
+    run: Run,
+    batches,
+    split: str,
+    final: bool = False,
+    measures: Optional[Measures] = None,
+    weights_of: Optional[int] = None,
 ) -> dict[str, float]:
     """Mean losses over `--eval-iters` (`--test-iters`) global batches of a split, or over all of it, on all ranks.
+
+    weights_of: the iteration whose weights they are, if these are not the present ones
 
     Each validation continues after the samples of the last one, unless all have the same samples (--eval-same-samples).
     """
@@ -135,6 +142,7 @@ def evaluate(
         final=final,
         samples=samples,
         seconds=time.perf_counter() - started,
+        weights_of=weights_of,
     )
     if split == "validation":
         log_changed_samples(run, samples, final)

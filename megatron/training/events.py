@@ -9,16 +9,29 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.checkpoint.first_launch import same_place
-from megatron.errors import Failure, Locked, NumericsError, SettingsError, UsageError, exit_code, explain, in_a_line
+from megatron.errors import (
+    CheckpointError,
+    DataError,
+    Failure,
+    Locked,
+    NumericsError,
+    SettingsError,
+    UsageError,
+    exit_code,
+    explain,
+    in_a_line,
+)
 from megatron.guard.disk import shortage
 from megatron.guard.supervisor_mark import SUPERVISOR, is_supervised
 from megatron.settings import rank_env, schema
 from megatron.settings.parse import said
-from megatron.storage.durable import WriterLock
+from megatron.storage.durable import LOCK, WriterLock
 from megatron.storage.urls import local_folder
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import QUIET, EventLog, read_events
 from megatron.telemetry.notify import open_events
+
+REFUSALS = (UsageError, SettingsError, DataError, CheckpointError)  # of what the user says or has
 
 
 def record_start(run) -> None:
@@ -111,9 +124,10 @@ def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
     """A context that records the end of a launch that failed before its run was built, and sends the last events.
 
     The file of a run that has started and is not resumed stays as it is, and that of a finished run if the command was
-    refused (exit codes 2 and 3).
+    refused (exit codes 2 and 3). A folder that this launch made for a run that is refused, for its data too, is removed.
     """
     events.supervised = is_supervised
+    made = events.active and bool(events.path) and not events.path.parent.exists()
     past = _past_of(events.path) if events.path else []
     resumed = resumes or SUPERVISOR in os.environ
     finished = bool(past) and past[-1]["event"] == "end" and past[-1].get("code") == 0 and not past[-1].get("why")
@@ -125,10 +139,27 @@ def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
             another |= isinstance(error, Locked) or finished and isinstance(error, (UsageError, SettingsError))
             if another or not (events.path and events.path.parent.is_dir()):
                 events.path = None  # the folder belongs to another job, or was not created yet
+            elif (
+                made
+                and isinstance(error, REFUSALS)
+                and SUPERVISOR not in os.environ
+                and remove_claimed(events.path.parent)
+            ):
+                events.path = None
             record_end(events, exit_code(error), first_line(error))
         raise
     finally:
         events.close()
+
+
+def remove_claimed(folder: Path) -> bool:
+    """Remove a folder with nothing but the lock of this process, which is about to end. Whether it did"""
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] in ([], [LOCK]):
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+            return True
+    return False
 
 
 def _past_of(path: Path) -> list[dict]:

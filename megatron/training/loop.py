@@ -122,12 +122,12 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         if run.checkpoints.manager and saved_at < run.state.iteration:
             run.save()
     log_end_of_training(run)
-    restore_best(run)
+    weights_of = restore_best(run)
     ended = (missed or first < run.train_iters) and run.train_iters <= run.state.iteration
     validated = ended and ends_with_validation(run) and not run.checkpoints.best
     for batches, split in ((run.loaders.valid, "validation"), (run.loaders.test, "test")):
         if batches and not (validated and split == "validation"):
-            evaluate(run, batches, split, final=True)
+            evaluate(run, batches, split, final=True, weights_of=weights_of)
     evaluate_requests(run, final=True)
     if run.losses.measures and run.losses.measures.folder and not run.config.data.mock_data:
         run.metrics.log(f" > predictions: {run.losses.measures.folder}")

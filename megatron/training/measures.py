@@ -199,11 +199,11 @@ def copy_best(run) -> None:
             run.checkpoints.best.copy(checkpoints(location(folder))[step])
 
 
-def restore_best(run) -> None:
-    """Load the weights of the best evaluation for the final ones, unless they are the present weights."""
+def restore_best(run) -> Optional[int]:
+    """Load the weights of the best evaluation for the final ones, unless they are the present weights: their iteration."""
     manager, state = run.checkpoints.best, run.state
     if manager is None or state.best_iteration in (0, state.iteration):
-        return
+        return None
     step = state.best_iteration
     folder = folder_with_best(run)
     if folder is None:
@@ -211,7 +211,7 @@ def restore_best(run) -> None:
             f"WARNING: {best_folder(run.config)} has lost the weights of iteration {step}, whose "
             f"{run.losses.measures.best_by} was best: evaluating the last weights instead"
         )
-        return
+        return None
     checkpoint = replace(run.config.checkpoint, load=folder, ckpt_step=step, finetune=False, no_load_optim=True)
     config = replace(run.config, checkpoint=replace(checkpoint, save_mirror=None, save_copy=None, save_hf=None))
     try:
@@ -219,6 +219,7 @@ def restore_best(run) -> None:
     except Failure as problem:
         raise type(problem)(f"the best checkpoint cannot be read: {problem.what}", problem.why, problem.do) from problem
     run.metrics.log(f" > the weights of iteration {step}, whose {run.losses.measures.best_by} was best")
+    return step
 
 
 def folder_with_best(run) -> Optional[str]:

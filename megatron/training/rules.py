@@ -177,7 +177,28 @@ def _tables_in_fp8(settings: schema.Config) -> dict[int, Table]:
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
     found = general_rules.remarks(settings, world_size, pipeline_rules.REMARKS) + rotation_remarks(settings)
+    found += warmup_remarks(settings, world_size)
     return found + (fp8.remarks(settings, _tables_in_fp8(settings)) if settings.precision.fp8_format else [])
+
+
+def warmup_remarks(settings: schema.Config, world_size: int) -> list[str]:
+    """A remark on a warm-up that the run does not get to the end of, as where a long run is tried for a few steps."""
+    s, o = rules.record(settings, world_size), settings.optimizer
+    if not s.steps or o.lr is None or s.skip_train:
+        return []
+    lengths, size = lr_schedule.Lengths.of(o, settings.batch, s.dp), settings.batch.full_size(s.dp)
+    if lengths.warmup <= lengths.total:
+        return []
+    names = ("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_iters")
+    name = next(name for name in names if getattr(o, name))
+    said = f"{dashed(name)} {getattr(o, name)} is a warm-up of {math.ceil(lengths.warmup / size):,} steps, beyond "
+    highest = lr_schedule.learning_rate(o, lengths, lengths.total - size)
+    return [
+        in_users_words(
+            f"{said}{general_rules.last_step(s)}: the learning rate only comes to {highest:.2g}, and not to --lr {o.lr:g}",
+            settings.statements,
+        )
+    ]
 
 
 def rotation_remarks(settings: schema.Config) -> list[str]:

@@ -23,6 +23,7 @@ from megatron.settings.spelling import spellings_of
 from megatron.tools import translate as tool
 
 HERE = Path(__file__).parent
+SIZES = "num_layers: 2, hidden_size: 64, num_attention_heads: 4, ffn_hidden_size: 256, vocab_size: 128"
 SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
 
 
@@ -707,7 +708,41 @@ def test_every_key_of_fleetx_is_told(capsys):
     text = printed(capsys, "--from", "fleetx", str(HERE / "E_config.yaml"))
     lines = (HERE / "E_config.yaml").read_text().splitlines()
     wanted = [number for number, line in enumerate(lines, 1) if re.search(r": \S", line)]
+    text += "".join(f" E_config.yaml:{one}" for one in re.findall(r"(?<=#     |....; )\d+: ", text))  # of lists
     assert len(wanted) > 50 and [number for number in wanted if f"E_config.yaml:{number}:" not in text] == []
+
+
+def test_what_runs_of_a_script_share_is_printed_once(tmp_path, capsys):
+    """Nine branches of a fine-tuning: the same commands, in a third of the lines."""
+    (tmp_path / "base.yaml").write_text(f"Model: {{module: GPTFinetuneModule, pretrained: x, {SIZES}, name: GPT}}")
+    tasks = {"CoLA": "cola_public", "SST2": "SST-2", "RTE": "$ROOT"}
+    branches = [
+        f"if [ $1 == {name} ]; then\n  python tools/train.py -c {tmp_path}/base.yaml "
+        f"-o Data.Train.dataset.name={name} -o Data.Train.dataset.root={root} -o Model.hidden_dropout_prob=$DROP\nfi\n"
+        for name, root in tasks.items()
+    ]
+    (tmp_path / "all.sh").write_text("".join(branches))
+    text = printed(capsys, "--from", "fleetx", str(tmp_path / "all.sh"))
+    assert text.count("--hidden-size 64") == 1 and text.count("Model.name: GPT") == 1
+    assert text.count('--hidden-dropout "$DROP"') == 3  # the shell may change it between them
+    for branch, name in zip(branches, tasks, strict=True):
+        (tmp_path / "one.sh").write_text(branch)
+        alone = run_by_bash(
+            f"set {name}; ROOT=r DROP=0.1\n{printed(capsys, '--from', 'fleetx', str(tmp_path / 'one.sh'))}"
+        )
+        [words], [of_all] = alone, run_by_bash(f"set {name}; ROOT=r DROP=0.1\n{text}")
+        assert words[:2] == of_all[:2] == ["python", "finetune.py"] and len(words) > 18
+        assert pairs(of_all[2:]) == pairs(words[2:])
+
+
+def test_a_reason_is_one_of_two(capsys, tmp_path):
+    """What is done here as well, and what asks for nothing."""
+    (tmp_path / "a.yaml").write_text(
+        "Model:\n  module: GPTModule\n  name: GPT\n  use_flash_attn: False\nOptimizer:\n  tensor_fusion: False\n"
+    )
+    text = printed(capsys, "--from", "fleetx", str(tmp_path / "a.yaml"))
+    assert "a.yaml: it is done anyway:\n#     2: Model.module: GPTModule; 3: Model.name: GPT\n" in text
+    assert re.search(r"a.yaml: it asks for nothing:\n#     .*6: Optimizer.tensor_fusion: False", text)
 
 
 def test_every_flag_of_a_command_is_told(capsys):

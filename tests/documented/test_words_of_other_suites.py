@@ -165,7 +165,7 @@ def nothing(dialect: str) -> tuple[str, ...]:
 
 def is_named(text: str, key: str) -> bool:
     """Whether a comment names the key, with its place."""
-    name = key.lstrip("-").rpartition(".")[2].lower()
+    name, text = key.lstrip("-").rpartition(".")[2].lower(), re.sub(r":\n#     (?=\d)|\n#     ", ":", text)
     return any(
         name in line.lower() and re.search(r"run\.\w+:\d|command:", line) for line in text.splitlines() if "#" in line
     )

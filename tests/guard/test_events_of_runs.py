@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint import store
-from megatron.errors import Interrupted, NumericsError, Preempted, StorageError
+from megatron.errors import DataError, Interrupted, NumericsError, Preempted, StorageError
 from megatron.guard import alarm as module
 from megatron.guard import disk
 from megatron.guard.alarm import Alarm
@@ -24,6 +24,7 @@ from megatron.telemetry import metrics
 from megatron.telemetry.event_rules import EventRule
 from megatron.telemetry.events import EventLog, read_events
 from megatron.training import loop
+from megatron.training.events import remove_claimed
 from megatron.training.hooks import Hook
 from tests.guard.test_guarded_runs import NAN, SPIKY, _poisoned, _pretrain, _spike, _with_event
 
@@ -251,6 +252,21 @@ def test_a_run_that_does_not_come_to_train_has_an_end(tmp_path):
     end = events_of(tmp_path, "end")[-1]
     assert (end["level"], end["code"], end["iteration"]) == ("error", 5, None)
     assert end["message"].startswith("ended before the first step with exit code 5: ")
+
+
+def test_a_run_that_is_refused_leaves_no_folder_of_its_own(tmp_path, monkeypatch):
+    """What is wrong with the data is seen after the folder is claimed. One that was there gets the event."""
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 50 --lr 1e-3 "
+    flags += "--micro-batch-size 1 --global-batch-size 1 --device cpu --num-workers 0 --eval-iters 0 --train-iters 2"
+    words = [*flags.split(), "--tokenizer-type", "NullTokenizer", "--data-path", str(tmp_path / "nowhere"), "--save"]
+    (tmp_path / "old").mkdir()
+    for folder in ("new", "old"):
+        with pytest.raises(DataError, match="nowhere.idx: no such file"):
+            pretrain_gpt.main([*words, str(tmp_path / folder)])
+    assert not (tmp_path / "new").exists() and ended(tmp_path / "old")[2] == DataError.code
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a").touch()
+    assert not remove_claimed(tmp_path / "kept")  # something of somebody's is in it
 
 
 def test_a_supervisor_that_was_killed_is_an_event(tmp_path):

@@ -25,6 +25,7 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
+from megatron.telemetry.events import read_events
 from megatron.telemetry.history import read_history
 from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
@@ -392,7 +393,10 @@ def _spike():
 @pytest.mark.sampled(5)
 def test_a_spike_is_told_or_skipped(tmp_path, capsys):
     _pretrain(0, f"{SPIKY} --save {tmp_path / 'told'}", recipe=_spike())
-    assert "warning: iteration 40: loss" in capsys.readouterr().out
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: iteration")]
+    assert told.startswith("warning: iteration 40: loss")
+    kinds = [event["event"] for event in read_events(tmp_path / "told") if event["iteration"] == 40]
+    assert {"spike", "high_grad_norm"} <= set(kinds)  # both are recorded
     assert [step["iteration"] for step in _records(tmp_path / "told") if "spike" in step][0] == 40
     _pretrain(0, f"{SPIKY} --save {tmp_path / 'skipped'} --on-spike skip", recipe=_spike())
     assert [step["iteration"] for step in _records(tmp_path / "skipped") if step["skipped"]] == [40]

@@ -428,7 +428,7 @@ PER_RANK = STEP | dict(SLURM_STEP_NUM_TASKS="32", SLURM_PROCID="21", SLURM_LOCAL
         (8, dict(GPUS="0,1,2"), "CUDA_VISIBLE_DEVICES=0,1,2 " + RUN + "3 --standalone"),
         (1, dict(GPUS="0,1,2", NPROC="gpu"), "CUDA_VISIBLE_DEVICES=0,1,2 " + RUN + "3 --standalone"),
         (1, dict(GPUS="0,1,2"), "CUDA_VISIBLE_DEVICES=0,1,2 python"),  # made for one
-        (8, dict(NPROC="2", LOG_DIR="l"), RUN + "2 --standalone --log-dir l/ranks-of-node-0 --redirects 3 --tee 0:3"),
+        (8, dict(NPROC="2", LOG_DIR="l"), RUN + "2 --standalone --log-dir l/ranks-of-node-0"),
         (
             16,
             dict(NNODES="2", NODE_RANK="1", NPROC="8") | NODE,

@@ -137,8 +137,8 @@ def test_a_job_survives_bad_nodes_lost_ranks_and_preemption(cluster, script, tmp
     assert f"job {number} on n[2-3], start 3" in text and (saved / "bad_nodes").read_text() == "n1\n"
     assert "layout tp 2 pp 1 cp 1 dp 2 then and now" in text
     assert "nodes that fail the check" not in text.partition("start 2")[2]
-    ranks = [path for path in (saved / f"logs-{number}").glob("ranks-of-node-*/*/attempt_0/*/stdout.log")]
-    assert {path.parts[-5] for path in ranks} == {"ranks-of-node-0", "ranks-of-node-1"} and len(ranks) == 3 * RANKS
+    ranks = [path for path in (saved / f"logs-{number}").glob("ranks-of-node-*/workerlog.*")]
+    assert {path.parts[-2] for path in ranks} == {"ranks-of-node-0", "ranks-of-node-1"} and len(ranks) == 3 * RANKS
 
     found = losses(saved / "metrics.jsonl")
     assert sorted(found) == list(range(1, STEPS + 1))

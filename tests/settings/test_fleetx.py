@@ -135,7 +135,15 @@ def test_overrides(read):
             "Compress.Prune.enable=True",
             "-o Compress.Prune.enable is a step before training: python -m megatron.tools.prune",
         ),
-        ("Optimizer.name=Lamb", "-o Optimizer.name: 'Lamb' is not supported; there is: adamw, fusedadamw"),
+        (
+            "Optimizer.name=Lamb",
+            "-o Optimizer.name: 'Lamb' is not supported; there is: AdamW, FusedAdamW; this suite's others by --optimizer",
+        ),
+        (
+            "Optimizer.lr.name=Polynomial",
+            "'Polynomial' is not supported; there is: CosineAnnealingWithWarmupDecay, LinearDecayWithWarmup; this suite's",
+        ),
+        ("Data.Train.dataset.name=GPTDatset", "'GPTDatset' is not supported; there is: GPTDataset"),
         ("Engine.run_mode=often", "-o Engine.run_mode: 'often' is neither step nor epoch"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
         ("foo", "-o foo: Section.key=value is wanted"),
@@ -546,7 +554,7 @@ def test_cosine_annealing_with_warmup_decay_is_theirs(warmup, steps, decay, tmp_
 
 @pytest.mark.parametrize("name", ["CosineDecay", "ViTLRScheduler", "MultiStepDecay"])
 def test_curves_of_vision_models_are_refused(name, tmp_path):
-    with pytest.raises(UsageError, match=f"'{name}' is not supported; there is: cosineannealing"):
+    with pytest.raises(UsageError, match=f"'{name}' is not supported; there is: CosineAnnealing"):
         rates_of(f"{{name: {name}, learning_rate: 1.0e-5}}", tmp_path, 8, 10)
 
 

@@ -485,3 +485,10 @@ def test_remarks():
     [said] = ahead("Et|tL --mtp-num-layers 1")
     assert "has no m: 1 depth of multi-token prediction (--mtp-num-layers) is on the last stage" in said
     assert "nothing of this training will be kept" in "\n".join(remarks(config("--device cpu"), 1))
+    rises = lambda flags: [
+        words for words in remarks(config(f"{flags} --global-batch-size 8 --lr 1e-3"), 1) if "warm-up" in words
+    ]
+    assert rises("--train-iters 36 --lr-decay-iters 360 --lr-warmup-fraction 0.1") == []
+    [short] = rises("--train-iters 4 --lr-decay-iters 360 --lr-warmup-fraction 0.1")  # step 4 has 3 / 36 of the rate
+    assert short.startswith("--lr-warmup-fraction 0.1 is a warm-up of 36 steps, beyond --train-iters 4: ")
+    assert short.endswith("only comes to 8.3e-05, and not to --lr 0.001")

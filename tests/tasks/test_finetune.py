@@ -121,6 +121,10 @@ def test_what_is_told_at_the_end_is_of_the_best_weights(trunk, tmp_path):
     best = max(evals, key=lambda one: one["accuracy"])  # the first of equal ones
     assert best["iteration"] < evals[-1]["iteration"] and best["loss"] != evals[-1]["loss"]
     assert (final["accuracy"], final["loss"]) == (best["accuracy"], best["loss"])
+    log = (tmp_path / "run" / "train.log").read_text()  # they are of that iteration, not of the last one
+    assert f" validation loss at iteration {best['iteration']} on validation set | loss value: " in log
+    assert " on test set | none: its samples have no labels | \n" in log
+    assert (final["iteration"], final["weights_of"]) == (evals[-1]["iteration"], best["iteration"])
     assert [path.name for path in (tmp_path / "run" / "best").glob("iter_*")] == [f"iter_{best['iteration']:07d}"]
     last = {name: values.double() for name, values in weights_of(tmp_path / "run").items()}
     told = [line.split("\t")[1] for line in (tmp_path / "run/predictions/validation-toy.tsv").read_text().splitlines()]

@@ -278,6 +278,28 @@ def test_ranks_that_are_started_again_speak_for_themselves(start):
     assert (code, said[-1], said.count("RuntimeError: kaboom")) == (0, "RuntimeError: kaboom", 1)
 
 
+def test_files_of_ranks_are_paddlepaddles(start, tmp_path):
+    """workerlog.N has all that rank N prints, and the error that ended it; earlier files are kept, and nothing else."""
+    job = start("--log_dir", "logs", "rank.py", "slow to save")
+    job.alive()
+    job.interrupt()
+    assert job.end() == (130, ["stopped", "  the last checkpoint: x", "  -> go on"])
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["workerlog.0", "workerlog.1"]
+    first, second = ((tmp_path / "logs" / f"workerlog.{rank}").read_text() for rank in (0, 1))
+    assert (first.splitlines()[0], second.splitlines()[0]) == ("rank 0 is there", "rank 1 is there")
+    seen = (tmp_path / "out").read_text()
+    assert seen.count("rank 0 is there") == 1 and "rank 1" not in seen
+    assert start("--log_dir", "logs", "--max-restarts", "1", "rank.py", "raises once").end()[0] == 0
+    files = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    kept = ["rank_1.txt"]  # the whole traceback
+    assert sorted(files) == kept + [f"workerlog.{rank}{old}" for rank in (0, 1) for old in ("", ".1", ".2")]
+    assert (files["workerlog.1.1"], "kaboom" in files["workerlog.1.2"]) == (second, True)
+    assert start("--log_dir", "logs", "rank.py", "all fail").end()[0] == errors.CheckpointError.code
+    assert any(
+        "error: nope holds no checkpoint" in (tmp_path / f"logs/workerlog.{rank}").read_text() for rank in (0, 1)
+    )
+
+
 def test_ctrl_c_ends_a_job_whose_ranks_would_be_started_again(start, tmp_path):
     job = start("--max-restarts", "3", "rank.py", "slow to save")
     job.alive()

@@ -152,6 +152,15 @@ KINDS = {
         Generation.diversity_rate *Prune.ratio *Distillation.distill_loss_ratio *Distillation.T""",
 }
 # sentence -> keys that are refused
+# The values above as PaddleFleetX's files have them.
+_WRITTEN = """AdamW FusedAdamW CosineAnnealingWithWarmupDecay LinearDecayWithWarmup GPTDataset GPTBatchSampler
+    DistributedBatchSampler ClipGradByGlobalNorm GPT 1F1B F-then-B""".split()
+WRITTEN = {name.lower(): name for name in _WRITTEN}
+# What a message on another value adds: sentence -> key
+BESIDES = {
+    "; this suite's others by --optimizer NAME": "Optimizer.name",
+    "; this suite's others by --lr-decay-style NAME": "Optimizer.lr.name",
+}
 REFUSED = {"say --load DIR --finetune for weights to start from": "Model.pretrained"}
 # What its engine does where nothing is said.
 DEFAULTS = (

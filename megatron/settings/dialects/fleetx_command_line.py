@@ -125,8 +125,8 @@ class FleetX(OtherSuite):
     @classmethod
     def words_for(cls, advice: str) -> str:
         """
-        >>> FleetX.words_for("--load ck resumes that run; otherwise give another --save, or --load DIR")
-        '-o Engine.save_load.ckpt_dir=ck, -o Engine.save_load.output_dir=...'
+        >>> FleetX.words_for("--load runs/ck resumes that run; otherwise give another --save, or --load DIR")
+        '-o Engine.save_load.ckpt_dir=runs/ck, -o Engine.save_load.output_dir=...'
         """
         found: dict[str, str] = {}
         for flag, word in FLAGS.findall("" if "-o " in advice else advice):

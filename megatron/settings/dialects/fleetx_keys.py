@@ -13,6 +13,7 @@ import re
 from megatron.errors import did_you_mean
 from megatron.settings.dialects.fleetx import (
     BELONGS,
+    BESIDES,
     GLUE,
     IDLE,
     KNOWN,
@@ -25,6 +26,7 @@ from megatron.settings.dialects.fleetx import (
     TABLES,
     TEST_FILES,
     USUAL,
+    WRITTEN,
     owners_of,
 )
 from megatron.settings.dialects.fleetx_compression import compression
@@ -102,8 +104,9 @@ def _single(out: Translated, key: str) -> None:
     elif idle := sentence(IDLE, key):
         out.note(idle, key, usual=idle in USUAL)
     else:
-        refused = sentence(REFUSED, key) or f"there is: {', '.join(values)}"
-        near = did_you_mean(one.value, values, 0.75)
+        values = [WRITTEN.get(value, value) for value in values]
+        refused = sentence(REFUSED, key) or f"there is: {', '.join(values)}{sentence(BESIDES, key) or ''}"
+        near = did_you_mean(one.value, values if len(values) > 1 else (), 0.75)
         out.refuse(key, f"'{one.value}' is not supported; {refused}{near}")
 
 

@@ -13,13 +13,13 @@ from megatron.settings.dialects.shell import Command
 from megatron.settings.dialects.start import Script, TranslatedRun, WithoutFile, started
 from megatron.settings.dialects.table import VARIABLE, FlagLine, TheirSetting
 from megatron.settings.dialects.translate import (
-    ANYWAY,
     HELD_BY_SHELL,
     Translation,
     add,
     add_defaults,
     keep_last,
     overruled,
+    without_flag,
 )
 from megatron.settings.presets import cached
 from megatron.settings.spelling import Spelling, spellings_of
@@ -69,7 +69,7 @@ def translate_file(entries: Entries, known: Mapping[str, Spelling]) -> Translati
     reported = {one.key for one, _ in out.idle + out.lost + out.unknown} | {line.source.key for line in out.lines}
     for key, one in translated.given.items():
         part = translated.parts.get(key)
-        out.idle += [(one, f"a part of {part}" if part else ANYWAY)] * (key not in reported)
+        out.idle += [(one, f"a part of {part}" if part else without_flag(one.value))] * (key not in reported)
     out.idle += dropped(entries)
     keep_last(out, known)
     if translated.purpose == "train":

@@ -33,7 +33,8 @@ from megatron.settings.spelling import NO, BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
 
 HELD_BY_SHELL = "a variable of the shell: what it holds is not read; translate that"
-ANYWAY = "it is done anyway, or asks for nothing"
+ANYWAY = "it is done anyway"
+ASKS_FOR_NOTHING = "it asks for nothing"
 EMPTY = ("", "null", "none", "~", "???")
 
 
@@ -115,14 +116,19 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
             return
         if flags is None:
             return _without_row(dialect, source, known, out)
-        out.idle += [(source, ANYWAY)] * (not flags)
+        out.idle += [(source, without_flag(source.value))] * (not flags)
         add(source, flags, dialect, known, out)
+
+
+def without_flag(value: str) -> str:
+    """Why a value becomes no flag: `GPTModule` is what is done here, too; `false` asks for nothing."""
+    return ASKS_FOR_NOTHING if value.lower() in (*NO, *EMPTY) else ANYWAY
 
 
 def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spelling], out: Translation) -> None:
     idle, lost = sentence(dialect.idle, source.key), sentence(dialect.lost, source.key)
     if lost is not None and source.value.lower() in NO and not dialect.knows(source.key):
-        out.idle.append((source, ANYWAY))
+        out.idle.append((source, ASKS_FOR_NOTHING))
     elif lost is not None and (idle is None or dialect.knows(source.key)):
         near = "" if dialect.knows(source.key) else did_you_mean(source.key, dialect.keys(), 0.9)
         out.lost.append((source, lost + near))
@@ -155,7 +161,7 @@ def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str
         add(source, [(flag, source.words)], dialect, known, out)
     elif (known_answer := answer(flag, source.words)) is not None:
         target = out.lost if known_answer.refused else out.idle
-        target.append((source, known_answer.sentence or "it asks for nothing"))
+        target.append((source, known_answer.sentence or ASKS_FOR_NOTHING))
     else:
         out.unknown.append((source, f"no flag that is known{did_you_mean(flag, known, 0.8)}"))
 
@@ -221,7 +227,7 @@ def keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
         if line is winner or not line.says and winner is None:
             kept.append(line)
         elif line.says and (winner is None or line.says.withdraws):
-            out.idle.append((line.source, ANYWAY))
+            out.idle.append((line.source, ASKS_FOR_NOTHING))
         elif line.says and line.source != winner.source:
             same = line.says.value == winner.says.value
             part = f"its {' '.join([line.flag, *line.words])}: " if id(line.source) in seen else ""  # of --use_amp true
