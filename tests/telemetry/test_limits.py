@@ -37,6 +37,7 @@ from megatron.telemetry import (
     tail,
     timers,
 )
+from megatron.telemetry import history as history_module
 from megatron.telemetry.curves import extremes
 from megatron.telemetry.dashboard.runs import Runs, WatchedRun
 from megatron.telemetry.directions import LARGER, SMALLER, direction_of
@@ -946,6 +947,49 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_is(record, words, st
     about = run.summary()
     assert about["tokens_per_second"] == last["tokens_per_second"] and about["state"] != "unreadable"
     assert about["why"] == ("a damaged file" if about["state"] else "")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_columns_are_those_of_a_plain_list_of_records(seed, monkeypatch):
+    """While rows are added and taken back: numbers, texts, what some rows lack, and columns that come later. Values that
+    are no numbers and no texts, or both, have no column, and a text among numbers of earlier rows is left out.
+    """
+    monkeypatch.setattr(history_module, "START", 2)
+    monkeypatch.setattr(history_module, "BATCH", 3)
+    draw, table, plain, at = random.Random(seed), history_module.Columns(), [], 0
+    values = dict(x=[1.5, 0, math.nan, None, True], text=["a", "b", None], lists=[[1]], kind=["step"], seen=[3])
+    own = {"iteration": int, "x": float, "text": str, "seen": float}
+    for turn in range(12):
+        if plain and draw.random() < 0.3:
+            at = draw.randint(0, len(plain) + 1)
+            table.drop_after(at)
+            plain = plain[:at]
+        else:
+            rows = [dict(mixed=1), dict(mixed="a"), *({} for _ in range(draw.randint(0, 3)))]
+            for at, row in enumerate(rows, len(plain) + 1):
+                names = [name for name in values if draw.random() < 0.7 and (name != "seen" or turn > 3)]
+                row |= dict(iteration=at, **{name: draw.choice(values[name]) for name in names})
+            table.extend(rows)
+            plain += rows
+        wanted = [
+            {
+                name: kind(row[name])
+                for name, kind in own.items()
+                if row.get(name) is not None and row[name] == row[name]
+            }
+            for row in plain
+        ]
+        assert list(table) == wanted and len(table) == len(plain)
+        assert [table[n] for n in range(-len(plain), len(plain))] == wanted + wanted
+        for name in ("iteration", "x", "seen", "nowhere"):
+            column = [row.get(name, math.nan) for row in wanted]
+            assert np.array_equal(table[name].astype(float), np.array(column, float), equal_nan=True)
+        assert "kind" not in table.names and "mixed" not in table.names and "lists" not in table.names
+        finite = [row["x"] for row in wanted if "x" in row]
+        assert table.known("x").tolist() == finite and table.known("nowhere").tolist() == []
+    table.extend([dict(iteration=len(plain) + 1, x="text", seen=None, late=None, text=1)])
+    table.extend([dict(iteration=len(plain) + 2, late="a")])
+    assert table[-2] == dict(iteration=len(plain) + 1) and table[-1] == dict(iteration=len(plain) + 2, late="a")
 
 
 # ---- terminals and pictures ----------------------------------------------------------------------------------------------
