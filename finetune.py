@@ -20,7 +20,7 @@ recipe = finetune.recipe
 
 def main(argv: list[str]) -> None:
     """Check the settings, those that the task and the checkpoint give among them; then train."""
-    start(argv, recipe_of_command(argv))
+    start(argv, recipe_of_command)
 
 
 if __name__ == "__main__":

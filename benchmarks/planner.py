@@ -75,8 +75,9 @@ def settings(ranks: int, flags: str):
 def predict(device, ranks: int, flags: str) -> float:
     """Seconds of a step as the planner sees it."""
     from megatron.planner import target
+    from megatron.planner.cluster import Cluster
     from megatron.planner.layout import Layout
-    from megatron.planner.speed import Cluster, step
+    from megatron.planner.speed import step
 
     config, cluster = settings(ranks, flags), Cluster(replace(device), ranks, ranks)
     layout = Layout.of(config, ranks)

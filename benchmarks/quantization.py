@@ -83,7 +83,7 @@ class Theirs:
     """transformers' GPT-2, whose Conv1D layers became nn.Linear."""
 
     def __init__(self, checkpoint: str):
-        from megatron.checkpoint.folder import choose
+        from megatron.checkpoint.choose import choose
         from megatron.storage.urls import location
 
         transformers = huggingface._transformers()

@@ -2,6 +2,7 @@
 """The entry point of training scripts: `start` goes from a command line to training."""
 
 import contextlib
+from collections.abc import Callable
 
 from megatron.errors import Failure, UsageError, debugging, explain
 from megatron.model.command_line import parse_any
@@ -9,6 +10,7 @@ from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.dialects.hints import failing_in_users_words
+from megatron.settings.from_checkpoint import refuse_foreign
 from megatron.settings.schema import Config
 from megatron.telemetry.notify import event_problem
 from megatron.telemetry.own_code import refuse_another_module
@@ -17,10 +19,16 @@ from megatron.telemetry.trackers import missing_tracker
 from megatron.training.rules import layout_is_open, resolve
 
 
-def start(argv: list[str], recipe: Recipe) -> None:
-    """Check the settings of a recipe without torch; then plan (--dry-run, --preflight), tune open settings, or train."""
+def start(argv: list[str], recipe: Recipe | Callable[[list[str]], Recipe]) -> None:
+    """Check the settings of a recipe without torch; then plan (--dry-run, --preflight), tune open settings, or train.
+
+    recipe: or what finds it in the command line, if its module loads torch.
+    """
     argv = rank_env.adopt(argv)
-    rank_env.ranks()  # wrong numbers of ranks are reported first
+    here = rank_env.ranks()  # wrong numbers of ranks are reported first
+    choose_waiting(here.local_world_size or 1)  # before torch is loaded
+    if not isinstance(recipe, Recipe):
+        recipe = recipe(argv)
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
     about = recipe.about or f"Pretrain a model of type {recipe.model_type}."
     try:
@@ -45,6 +53,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
 
 
 def _start(config: Config, recipe: Recipe) -> None:
+    refuse_foreign(config.checkpoint)  # before a refusal is recorded there
     if config.planner.dry_run:
         here = rank_env.ranks()
         if here.rank and here.local_world_size:  # the first of the ranks that a launcher has started reports for all
@@ -54,7 +63,6 @@ def _start(config: Config, recipe: Recipe) -> None:
         return dry_run(config)
     if problem := missing_tracker(config.logging) or event_problem(config.logging):
         raise problem
-    choose_waiting(rank_env.ranks().local_world_size or 1)  # before torch is loaded
     if config.planner.preflight:
         from megatron.planner.preflight.run import preflight
 

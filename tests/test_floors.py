@@ -43,7 +43,8 @@ PURE = (  # what settings are checked and launches are planned with; others say 
     "pipeline.custom_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "inference.sampling inference.requests data.sampler data.batch_arrays data.index_maps data.json_input "
     "data.sentences data.workspace data.blend data.masked_settings data.sentence_samples data.masking data.manifest "
-    "data.formats planner.layout planner.memory planner.speed planner.search planner.traffic "
+    "data.formats planner.layout planner.memory planner.cluster planner.speed planner.step_communication planner.search "
+    "planner.traffic "
 ).split()
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (

@@ -350,6 +350,14 @@ CHECKPOINTS = [  # exit code 5
     ("pretrain_gpt", f"{MOCK} --load ck-hf", "is a model of Hugging Face transformers|checkpoint from-hf ck-hf OUT"),
     (
         "pretrain_gpt",
+        f"{MOCK} --save of/hf",
+        "--save of/hf holds a model of Hugging Face transformers|folder of its own",
+    ),
+    ("pretrain_gpt", f"{MOCK} --save ck --save-copy of/peft", "--save-copy of/peft holds adapters of PEFT"),
+    ("pretrain_gpt", f"{MOCK} --save of/export --dry-run", "--save of/export holds an export"),
+    ("pretrain_gpt", f"{MOCK} --save of/megatron", "--save of/megatron holds checkpoints of Megatron-LM"),
+    (
+        "pretrain_gpt",
         f"{MOCK} --save ck --train-iters 3",
         "--save ck holds checkpoints of another run, up to iteration 4",
     ),
@@ -506,6 +514,15 @@ def make_tokens(folder):
     shutil.copy("tokens.bin", "alone/b.bin")
 
 
+OF_OTHERS = {
+    "hf/config.json": '{"model_type": "qwen3"}',
+    "peft/adapter_config.json": "{}",
+    "export/export.json": "{}",
+    "megatron/latest_checkpointed_iteration.txt": "100",
+    "megatron/iter_0000100/mp_rank_00/model_optim_rng.pt": "",
+}
+
+
 def make_checkpoints(folder):
     pretrain_gpt.main(f"{MOCK} --save ck --save-interval 2".split())
     for name in ("damaged", "no-index", "flipped"):
@@ -526,6 +543,10 @@ def make_checkpoints(folder):
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
+    for name, text in OF_OTHERS.items():
+        path = folder / "of" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 # ---- what a shell sees ---------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ import torch
 
 from megatron.checkpoint.all_ranks import AllGatherObject, attempt_on_all_ranks
 from megatron.checkpoint.backends import CheckpointPath, backend_of
-from megatron.checkpoint.folder import Restored, checkpoints
+from megatron.checkpoint.choose import checkpoints
+from megatron.checkpoint.folder import Restored
 from megatron.checkpoint.memory_parts import LOADED, MemoryPart, SaveId, assemble, parts_in, remove_save, saves_in
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import exchange_files, replica_ranks

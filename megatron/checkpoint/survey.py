@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.checkpoint.base_checkpoint import BASE
-from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
+from megatron.checkpoint.choose import checkpoints, read_tracker
+from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.parity import parity_problem
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER

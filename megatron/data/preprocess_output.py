@@ -5,6 +5,7 @@ Then what a command prints: progress lines, and totals at the end."""
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
         if "not JSON" in reason:
             text = "plain text is read from a file whose name ends in .txt"
             do = f"a document is a line of JSON; {to_lines(settings.input[0]) if settings.lines_only else text}"
+        if "a list instead of an object" in reason:
+            do = f"one array? jq -c '.[]' {settings.input[0]} > lines.jsonl writes a line for each of its objects"
+        if re.search(r"\(keys: [^)]*\b(messages|conversations)\b", reason):
+            do = "conversations are learned as they are: finetune.py --task chat --train-data FILE; --json-keys names texts"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(

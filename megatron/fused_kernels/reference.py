@@ -265,7 +265,7 @@ def cross_entropy(
     """Losses [c] and log sum exp [c] of logits [c, v/tp] of any format, which are overwritten, and int64 labels [c].
 
     join:  (log sum exp of the part, mean of its logits under the target), [c, 1] each -> those of the whole vocabulary;
-           None: the part is the whole
+           None: the part is the whole. In blocks with `everywhere` the second is [c, 2]: of the label, and of all rows
     scale: [c], factor of gradients
     out:   [c, v/tp] for the gradients of losses and weighted z-losses: (softmax - target) x scale without these and caps;
            None: no gradients
@@ -280,10 +280,13 @@ def cross_entropy(
     elsewhere = (local < 0) | (local >= part.real)
     local = local.masked_fill(elsewhere, 0).unsqueeze(1)
     target = logits.gather(1, local).masked_fill(elsewhere.unsqueeze(1), 0.0).mul_(part.label)  # [c, 1]
-    if part.everywhere:
+    if part.everywhere and part.blocks:  # apart: the label's logit is in one part; a factor would round each part's sum
+        target = torch.cat((target, _sum_of_blocks(logits, part)), 1)
+    elif part.everywhere:
         target += logits[:, : part.real].sum(1, keepdim=True) * part.everywhere
     if part.blocks:
         log_sum, target, probabilities = _softmax_of_blocks(logits, target, part.blocks, join, out is not None)
+        target = target[:, :1] + target[:, 1:] * part.everywhere if part.everywhere else target
     elif out is None or join:
         log_sum = torch.logsumexp(logits, 1, keepdim=True)
         log_sum, target = join(log_sum, target) if join else (log_sum, target)
@@ -305,6 +308,14 @@ def cross_entropy(
         probabilities.mul_(scale.unsqueeze(1))
     out.copy_(probabilities)
     return (log_sum - target).squeeze(1), log_sum.squeeze(1)
+
+
+def _sum_of_blocks(logits: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
+    """The sum of real logits [c, v/tp], in blocks and the tree over them (`mpu/ordered_sums.py`), [c, 1]."""
+    sums = F.pad(logits[:, : part.real], (0, logits.shape[1] - part.real)).unflatten(1, (part.blocks, -1)).sum(2)
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return sums
 
 
 def _softmax_of_blocks(logits: torch.Tensor, target: torch.Tensor, number: int, join: Callable, wanted: bool) -> tuple:

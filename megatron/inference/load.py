@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.checkpoint.folder import choose, restore
+from megatron.checkpoint.choose import choose
+from megatron.checkpoint.folder import restore
 from megatron.checkpoint.lineage import ancestors
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.checkpoint.store import Piece
 from megatron.data.blend import parse_blend
 from megatron.data.formats import datasets_of
 from megatron.data.vocabulary import identity_learned, other_ids, refuse_another_identity
@@ -176,6 +178,7 @@ def load_model(
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     print_notes(restored.notices)
     print_warnings(restored.warnings)
+    refuse_broken(pieces, restored.path)
     if stored:
         free_weights(chunks, layers)
     record = restored.state  # not that of `_record` if a damaged checkpoint was passed over, or mended
@@ -184,6 +187,26 @@ def load_model(
         make_invariant(chunks, config)
     whole = Loaded(plan.model.eval(), config, record, record["vocab_size"], *found, batch_invariant)
     return quantized(whole, quantize)
+
+
+def refuse_broken(pieces: Sequence[Piece], path: object) -> None:
+    """Raise CheckpointError for weights that are not finite: scores would be nan, and texts empty.
+
+    A sum shows it in one pass, and only a sum that is not finite is looked at element by element.
+    """
+    broken = [
+        piece.name
+        for piece in pieces
+        if piece.tensor.is_floating_point()
+        and not piece.tensor.sum(dtype=torch.float32).isfinite()
+        and not piece.tensor.isfinite().all()
+    ]
+    if broken:
+        more = f" and {len(broken) - 1} more" * (len(broken) > 1)
+        raise CheckpointError(
+            f"{path}: NaN or infinity in {broken[0]}{more}: the model cannot compute",
+            do="damaged? take a checkpoint from before, or get the files again",
+        )
 
 
 def in_the_mode(config: schema.Config, mesh: Mesh) -> schema.Config:

@@ -48,7 +48,7 @@ class Score:
 
     def perplexity(self, ratio: float = 1.0) -> float:
         """exp of the loss per unit of `ratio` tokens (a word, for example); at most e^20."""
-        return math.exp(min(20.0, self.loss * ratio))
+        return math.exp(min(self.loss * ratio, 20.0))  # of nan nan
 
 
 def windows(total: int, length: int, stride: int) -> Iterator[Window]:

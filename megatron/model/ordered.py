@@ -8,6 +8,7 @@
 | gradient of the output layer's input, softmax       | tp, over vocabulary | the same (`mpu/cross_entropy.py`)           |
 | gradients of norms, and of row-parallel biases      | sp, over tokens     | `BLOCKS` parts of a sample, and the tree    |
 | gradients of query-key norms, over tokens and heads | tp, over heads; cp  | as above, and of each part blocks of heads  |
+| label smoothing, over the vocabulary                | tp                  | blocks of the vocabulary, and the tree      |
 | query-key norms across heads                        | tp, over heads      | blocks of heads, and the tree over them     |
 | gradient of a router, over tokens                   | tp, over rows; cp   | one product of whole rows (`SampleSums`)    |
 | gradients of column-parallel biases, over tokens    | nothing             | the tree: kernels treat columns differently |

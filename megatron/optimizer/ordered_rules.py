@@ -19,6 +19,7 @@ LAYERS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down", "mlp.shared
 NORMS = ("attention.q_norm", "attention.k_norm")  # whose heads they divide
 EXPERTS = ("mlp.router", "mlp.experts.up", "mlp.experts.down")  # of ranks with other rows
 DIVIDED = {f"{layer}.{name}" for layer in (*LAYERS, *NORMS, *EXPERTS) for name in ("weight", "bias")}
+DIVIDED |= {"attention.softmax_offset"}  # one of each head
 
 # Setting -> whether it is covered. `s` is `rules.record`.
 COVERED = {
@@ -143,7 +144,6 @@ def not_divided(s: SimpleNamespace) -> list[str]:
     if s.cp > 1:
         found += [f"{s.cp} ranks: a sample's {BLOCKS} blocks are divided by 2 or 4"] if s.cp not in (2, 4) else []
         found += [f"{s.tp} x {s.cp} ranks, more than {BLOCKS}"] if s.tp * s.cp > BLOCKS else []
-    found += [said(s, "label_smoothing")] if s.label_smoothing else []
     found += ["--attention-output-gate"] if s.attention_output_gate else []
     cut = s.cp * (s.tp if s.settings.model.mixture else 1)  # ranks with rows that no product joins
     rows = cut * max(VECTORS, SAME_ROWS) if cut > 1 else BLOCKS  # kernels treat the rows of ranks alike

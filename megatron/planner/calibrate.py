@@ -20,9 +20,10 @@ from megatron.mpu.forked import run_ranks
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.planner import target
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
-from megatron.planner.speed import Cluster, layer_seconds
+from megatron.planner.speed import layer_seconds
 from megatron.settings.schema import Model
 
 SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last is assumed to be fastest

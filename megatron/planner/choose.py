@@ -17,12 +17,12 @@ from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline import stages
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.plans import Plan, SearchedPlans
 from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.reached_speed import FEW
 from megatron.planner.search import NOT_OFFLOADED, Space, divisors, search
-from megatron.planner.speed import Cluster
 from megatron.planner.text import choice, far, parts, plans, sizes, speeds_note, trust
 from megatron.settings import batch, schema
 from megatron.settings.plan_file import LAYOUT

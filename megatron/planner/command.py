@@ -4,8 +4,8 @@
 import shlex
 
 from megatron.model.recipe import command_of, recipe_of
+from megatron.planner.cluster import Cluster
 from megatron.planner.plans import Plan
-from megatron.planner.speed import Cluster
 from megatron.planner.text import speeds_note
 from megatron.settings import schema
 from megatron.settings.presets import preset

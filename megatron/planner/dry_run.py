@@ -11,11 +11,12 @@ from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import goodput, target, text
 from megatron.planner.choose import resolve_open_settings
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport, memory_report, on_disk
 from megatron.planner.plans import Plan
 from megatron.planner.problems import inspect, prefixes, refusal
-from megatron.planner.speed import Cluster, slower_in_fp8, step
+from megatron.planner.speed import slower_in_fp8, step
 from megatron.planner.startup import describe_groups, groups_of, slow_start
 from megatron.planner.traffic import transfers
 from megatron.settings import batch, schema

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.checkpoint.interval import best_interval, goodput
+from megatron.planner.cluster import Cluster
 from megatron.planner.plans import Plan
-from megatron.planner.speed import DISK, HOST_MEMORY, Cluster
 from megatron.planner.startup import groups_of, start_up
+from megatron.planner.step_communication import DISK, HOST_MEMORY
 from megatron.settings.schema import Config
 from megatron.telemetry.figures import seconds
 

@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron.errors import SettingsError, StorageError
+from megatron.planner.cluster import Cluster
 from megatron.planner.memory import memory_report
 from megatron.planner.plans import Plan
-from megatron.planner.speed import Cluster
 from megatron.planner.text import recomputed, speeds_note
 from megatron.telemetry.drawing import INK, SOFT, new_figure, plain, svg_of
 

@@ -12,8 +12,8 @@ from megatron.guard.changes import refuse_another_run
 from megatron.model.recipe import facts_of
 from megatron.pipeline import stages
 from megatron.planner import memory, target
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster
 from megatron.settings import batch, schema
 from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import saved_record

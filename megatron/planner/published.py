@@ -20,11 +20,12 @@ from typing import NamedTuple, Optional
 
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import CORE, MODULES
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.reached_speed import Accuracy
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.settings.schema import Model, Recompute
 
 FILE = Path(__file__).with_name("published_runs.csv")

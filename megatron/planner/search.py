@@ -20,6 +20,7 @@ from megatron.mpu.expert_libraries import DispatchSizes, library_problem
 from megatron.mpu.placement import Table
 from megatron.pipeline.schedule import SCHEDULES, TRAINING, v_shaped
 from megatron.planner import memory, speed
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.plans import (
@@ -35,8 +36,9 @@ from megatron.planner.plans import (
     simplest,
     state_features,
 )
-from megatron.planner.speed import Cluster, split_even
+from megatron.planner.speed import split_even
 from megatron.planner.stage_cut import fastest, in_stages
+from megatron.planner.step_communication import StepCommunication, step_communication
 from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Recompute
 from megatron.telemetry.progress import followed
@@ -412,8 +414,8 @@ def _held(base: Layout, job: Job, device: Device, space: Space, ranks: tuple[int
 
 
 @lru_cache(maxsize=65536)
-def _communication(layout: Layout, job: Job, cluster: Cluster) -> speed.StepCommunication:
-    return speed.step_communication(job, layout, cluster)
+def _communication(layout: Layout, job: Job, cluster: Cluster) -> StepCommunication:
+    return step_communication(job, layout, cluster)
 
 
 def _shared(base: Layout, zero: int, shard: int, offload: float, space: Space, device) -> Layout:

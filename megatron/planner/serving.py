@@ -22,10 +22,11 @@ from megatron.model.layer_ops import Collective, CoreAttention, Kernel, LayerOp,
 from megatron.model.linear_kinds import chosen_layers, quantized_bytes
 from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.mpu.placement import Placement
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import rank_units
 from megatron.planner.search import divisors
-from megatron.planner.speed import Cluster, arithmetic_seconds
+from megatron.planner.speed import arithmetic_seconds
 from megatron.settings.schema import Model
 
 BLOCK = 16  # tokens of a block of the cache

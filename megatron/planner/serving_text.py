@@ -4,8 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from megatron.planner.cluster import Cluster
 from megatron.planner.serving import Requests, ServingPlan
-from megatron.planner.speed import Cluster
 from megatron.planner.text import basis
 from megatron.telemetry.figures import WIDTH, part_of, seconds, sentence, size, table
 

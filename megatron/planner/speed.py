@@ -6,13 +6,12 @@ its elementwise work (bytes over bandwidth), kernel launches, and tensor paralle
 The schedule is simulated with the data parallel all-gathers and reductions as ops; the update follows it.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from operator import add
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from megatron.model.facts import OUTPUT, Facts, LayerDesign
 from megatron.model.layer_ops import (
@@ -28,109 +27,23 @@ from megatron.model.layer_ops import (
     ops_again,
 )
 from megatron.model.recompute_plan import last_modules
-from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.parameters import Units, rank_units
 from megatron.planner.schedule_time import ShardingTimes, sharded_span, unequal_span
-from megatron.planner.traffic import Transfer, once_a_step
+from megatron.planner.step_communication import StepCommunication, step_communication
 from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Recompute
 
 # Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/proof/planner.md.
-DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
-HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assumed
 CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU, relative to half of the pairs at full speed: assumed
 EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
 LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
 DIVERGENCE_BYTES = 20 * 4  # per logit of a teacher: the ops of mpu/distillation_loss.py, in fp32: counted
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
-UPDATE_BYTES = 10  # per parameter: main weight read and written, bf16 weight written: counted
-ROUNDED_BYTES = 50  # per bf16 moment: widened, random words, rounded; for torch's ops one by one: counted
 EXCHANGED = "ep", "ep_inner", "ep_outer"  # axes over which experts' tokens are sent
-OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
-
-
-@hashed_once
-@dataclass(frozen=True)
-class Cluster:
-    """Devices, and how many of them share a node: neighbouring ranks use the links inside a node.
-
-    once: experts of a token, if an exchange of experts' tokens sends a token once to each node (or each rank of its own)
-          that has some of them, as DeepEP and HybridEP do; None: once to each expert, as this suite does
-    """
-
-    device: Device
-    world_size: int
-    local_size: int = 8
-    once: Optional[int] = None
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes; 1 if the devices do not fill one."""
-        return max(1, self.world_size // self.local_size)
-
-    def seconds(self, op: str, size: int, calls: int, ranks: int, stride: int) -> float:
-        """Seconds of collectives with `size` bytes in `calls` calls over `ranks` ranks with distance `stride`, in the group
-        of the job that takes longest.
-
-        Links inside a node and adapters work at the same time, so the slower ones count. Each rank has its own adapter.
-        """
-        if ranks == 1 or size == 0:
-            return 0.0
-        held = placements(ranks, stride, self.local_size, self.world_size)
-        return max(self._seconds(op, size, calls, ranks, one) for one in held)
-
-    def _seconds(self, op: str, size: int, calls: int, ranks: int, held: "Placement") -> float:
-        d, nodes = self.device, sum(count for _, count in held)
-        if op in ("send", "shift"):  # as slow as the message that leaves the node
-            return size / (d.outer if nodes > 1 else d.inner) + calls * d.latency
-        steps = (ranks - 1).bit_length()
-        if op != "all_reduce":  # all-reduce has trees; the rings of the others, and exchanges, pass every node in turn
-            steps += nodes - 1
-        if op == "all_to_all":
-            inside, outside = zip(*(self._exchanged(size, own, ranks, held) for own, _ in held))
-            return max(max(inside) / d.inner, max(outside) / d.outer) + calls * steps * d.latency
-        link = d.inner
-        if nodes > 1:  # rings leave a node through the adapters of all its ranks in this group
-            link = min(link, d.outer * min(own for own, _ in held))
-        # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce.
-        share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
-        return share * size / link + calls * steps * d.latency
-
-    def _exchanged(self, size: int, own: int, ranks: int, held: "Placement") -> tuple[float, float]:
-        """Bytes that a rank sends in an exchange: (to ranks of its node, to other nodes). It has `size` bytes for all ranks
-        together; its node has `own` of these.
-        """
-        if self.once is None:
-            return size * (own - 1) / ranks, size * (ranks - own) / ranks
-        # The chance that at least one of k experts is on one of these ranks, for each rank of the node, or other node.
-        reached = lambda part: 1 - (1 - part / ranks) ** self.once
-        token = size / self.once
-        outside = sum(count * reached(number) for number, count in held) - reached(own)
-        return token * (own - 1) * reached(1), token * outside
-
-
-Placement = tuple[tuple[int, int], ...]  # of a group on nodes: (its ranks on a node, nodes with as many), ...
-
-
-@lru_cache(maxsize=4096)
-def placements(ranks: int, stride: int, local_size: int, world_size: int) -> frozenset[Placement]:
-    """How groups of `ranks` ranks with distance `stride` lie on nodes. Each block of ranks x stride ranks of the job has
-    `stride` groups.
-
-    >>> sorted(placements(16, 1, 8, 64)), sorted(placements(4, 4, 8, 64)), sorted(placements(3, 1, 8, 9))
-    ([((8, 2),)], [((2, 2),)], [((1, 1), (2, 1)), ((3, 1),)])
-    """
-    block, found = ranks * stride, set()
-    last = min(math.lcm(block, local_size), world_size) - block
-    for first in range(0, max(0, last) + 1, block):
-        for own in range(first, first + min(stride, local_size)):
-            on_nodes = Counter((own + n * stride) // local_size for n in range(ranks))
-            found.add(tuple(sorted(Counter(on_nodes.values()).items())))
-    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -214,7 +127,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     return StepTime(total, parts, max(0.0, waiting / length), useful_flops(job), useful_flops(job, seen=True))
 
 
-def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
+def seconds(work: Work, layout: Layout, num_microbatches: int, own: StepCommunication) -> float:
     """The time of a step with these passes and messages, estimated by `schedule_time.sharded_span`."""
     span = sharded_span(
         layout.schedule,
@@ -534,102 +447,6 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
         return 0.0
     size, apart = job.facts.message_bytes(layout.rank_setup(job)), layout.tp * layout.weight_ranks
     return cluster.seconds("send", size, 1, layout.pp, apart)
-
-
-# Once a step ----------------------------------------------------------------------------------------------------------
-
-
-class StepCommunication(NamedTuple):
-    """The communication and update of a pipeline rank once per step."""
-
-    sharding: ShardingTimes  # all-gathers and reductions of a chunk, and the update
-    after_reductions: float  # seconds after the last reduction: the update, and sums that wait for all gradients
-
-
-def step_communication(job: Job, layout: Layout, cluster: Cluster) -> StepCommunication:
-    """The communication of the first or the last pipeline rank, whichever takes longer."""
-    num_microbatches = layout.num_microbatches(job)
-    ends = (_once(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
-    return max(ends, key=lambda own: own.after_reductions + layout.chunks * _sent(own.sharding, num_microbatches))
-
-
-def _sent(sharding: ShardingTimes, num_microbatches: int) -> float:
-    """Seconds of a chunk's all-gathers and reductions in a step."""
-    gathers = {0: 0, 3: 2 * num_microbatches}.get(sharding.zero, 1)
-    return sharding.gather * gathers + sharding.reduce * (num_microbatches if sharding.zero >= 2 else 1)
-
-
-def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunication:
-    away = layout.offload or layout.disk or layout.param_offload
-    here = replace(layout, offload=0.0, disk=0.0, param_offload=False) if away else layout
-    sums = _sums_once(job, here, cluster, rank)
-    gathers = layout.chunks * (2 * layout.num_microbatches(job) if layout.zero == 3 else 1)
-    reductions = layout.chunks * (layout.num_microbatches(job) if job.reducing(layout.zero) >= 2 else 1)
-    gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
-    update = _update(job, layout, cluster, rank)
-    sharding = ShardingTimes(
-        job.reducing(layout.zero),
-        sums["gather"] / gathers,
-        sums["reduce"] / reductions,
-        (1 - cluster.device.exposed) * gather_ahead,
-        (1 - cluster.device.exposed) * layout.overlap,
-        update,
-    )
-    return StepCommunication(sharding, sums["later"] + update)
-
-
-@lru_cache(maxsize=4096)
-def _sums_once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> dict[str, float]:
-    """Seconds of all messages once a step, by `_place`; the same wherever the state is."""
-    sums = dict.fromkeys(("gather", "reduce", "later"), 0.0)
-    for transfer in once_a_step(job, layout, rank):
-        sums[_place(transfer, layout)] += _seconds(transfer, layout, cluster)
-    return sums
-
-
-def _place(transfer: Transfer, layout: Layout) -> str:
-    """Classify a message: it gathers parameters or reduces gradients, unit by unit, or is sent after all of these."""
-    replicates, shards = zip(DATA_PARALLEL, EXPERT_DATA_PARALLEL)
-    if transfer.axis in shards and transfer.what != "matrices":
-        return "gather" if transfer.op == "all_gather" else "reduce"
-    in_place = all(layout.data_sizes[axis] == 1 for axis in shards)
-    return "reduce" if transfer.axis in replicates and in_place else "later"
-
-
-def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
-    units, device = rank_units(job, layout, rank), cluster.device
-    own = units.owned(layout.data_sizes)
-    moved = UPDATE_BYTES + job.shard_gradients(layout.zero)
-    moved += sum(2 * size if size == 4 else ROUNDED_BYTES for size in job.moments)
-    away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * sum(job.moments) / 4
-    update = moved * own / (device.update_bandwidth or device.bandwidth) + away * own * layout.offload / device.host
-    update += away * own * layout.offload * (device.kind == "cuda") / HOST_MEMORY
-    filed = 2 * (4 + sum(job.moments)) * own * layout.disk  # read and written
-    update += _orthogonalizing(units, job, layout, device)
-    return update + filed * min(cluster.local_size, cluster.world_size) / DISK
-
-
-def _orthogonalizing(units: Units, job: Job, layout: Layout, device: Device) -> float:
-    """Seconds of the busiest rank: the matrices of a unit are divided among ranks of tp and of shards."""
-    total = 0.0
-    for unit, count in units.counts.items() if job.ns_steps else ():
-        each = []
-        for rows, columns in unit.matrices:
-            low = min(rows, columns)
-            each.append((4 * low * rows * columns + 2 * low**3) / device.reached(job.precision, low))
-        ranks = layout.tp if unit.axes == DATA_PARALLEL else layout.cuts.ep * layout.cuts.etp
-        ranks *= layout.data_sizes[unit.sharded]
-        total += count * job.ns_steps * max(sum(each) / ranks, max(each, default=0.0))
-    return total
-
-
-def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
-    sizes, experts = layout.data_sizes | layout.cuts._asdict() | dict(tied=2), layout.cuts.ep * layout.cuts.etp
-    stride = dict(tp=1, shard=layout.tp, replicate=layout.tp * layout.shard, etp=1, ep=layout.cuts.etp)
-    stride |= dict(expert_shard=experts, expert_replicate=experts * sizes["expert_shard"])
-    stride |= dict(tied=layout.tp * layout.weight_ranks * (layout.pp - 1))
-    axis = transfer.axis
-    return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, sizes[axis], stride[axis])
 
 
 def split_even(costs: list[float], layers: int) -> list[int]:

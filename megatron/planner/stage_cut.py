@@ -12,8 +12,9 @@ from heapq import nsmallest
 from megatron.model.t5 import stages as t5_stages
 from megatron.pipeline.stages import balanced
 from megatron.planner import target
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, end_costs, layer_costs, step
+from megatron.planner.speed import end_costs, layer_costs, step
 from megatron.settings import batch, rank_env
 from megatron.settings.rules import out_of_range
 from megatron.settings.schema import AUTO, GROUPS, Config

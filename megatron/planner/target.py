@@ -14,9 +14,9 @@ from megatron.errors import Failure, SettingsError, UsageError
 from megatron.model.recipe import facts_of
 from megatron.mpu.cpu_threads import cores
 from megatron.planner import device as devices
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
 from megatron.settings.presets import GPT2_ROWS, cached, published_rows
 from megatron.settings.schema import Config, Planner

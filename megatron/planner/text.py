@@ -7,11 +7,12 @@ speeds of a device, and every line with a time states whether those are assumed 
 
 from collections.abc import Sequence
 
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport
 from megatron.planner.plans import Plan, SearchedPlans
 from megatron.planner.reached_speed import KIND, Accuracy, accuracies
-from megatron.planner.speed import Cluster, StepTime
+from megatron.planner.speed import StepTime
 from megatron.planner.traffic import Transfer
 from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence, size, table
 from megatron.telemetry.peak_flops import fp8_peak, joint_peak, peak_flops

@@ -143,9 +143,10 @@ def _of_loss(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     n, chunks = job.facts.loss_tokens(share), number * job.facts.loss_chunks(share)
     number, chunks = (one * (1 + job.facts.settings.depths) for one in (number, chunks))
     statistics = BLOCKS if job.ordered else layout.tp  # of each token
+    smoothed = 1 + (job.ordered and job.facts.settings.label_smoothing > 0)  # its label, and the whole vocabulary
     return [
         Transfer("loss", "all_gather", "tp", 4 * n * statistics * number, chunks),
-        Transfer("loss", "all_reduce", "tp", 4 * n * number, chunks),
+        Transfer("loss", "all_reduce", "tp", 4 * n * number * smoothed, chunks),
     ]
 
 

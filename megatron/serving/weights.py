@@ -131,7 +131,7 @@ def _renew_all(weights: Weights, newest: str):
 
 def _newest(folder: str) -> tuple[Optional[str], set[str]]:
     """(the newest checkpoint without visible damage, what is wrong with newer ones)"""
-    from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.choose import choose
     from megatron.storage.urls import location
 
     try:

@@ -5,6 +5,7 @@
 Settings given on the command line or in a file override the checkpoint's, and are compared with them when it is loaded.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from megatron.settings.declare import ON_RESUME, dashed
 from megatron.settings.dialects.hints import as_overrides
 from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
-from megatron.settings.schema import GROUPS, Config, TokenizerSettings, from_record
+from megatron.settings.schema import GROUPS, Checkpoint, Config, TokenizerSettings, from_record
 from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import UrlPath, location
@@ -107,6 +108,39 @@ def refuse_same(start: Optional[str], save: Optional[str]) -> None:
             "its checkpoints would stand among those of this run, and --load would find the newest",
             "give the run a folder of its own",
         )
+
+
+def refuse_foreign(settings: Checkpoint) -> None:
+    """Raise CheckpointError if a folder that the run would save into holds a model of other programs, whose files would be
+    replaced (a chat template, tokenizer_config.json, Megatron-LM's tracker).
+    """
+    for name in ("save", "save_mirror", "save_copy"):
+        folder = getattr(settings, name)
+        place = location(str(folder)) if folder else None
+        what = _others_model(place) if place else None
+        if what:
+            raise CheckpointError(
+                f"{dashed(name)} {folder} holds {what}",
+                "checkpoints would stand among its files, and replace some of them",
+                "give the run a folder of its own",
+            )
+
+
+def _others_model(place: Path | UrlPath) -> Optional[str]:
+    """What another program has written into a folder where no run of this suite has saved yet; None for nothing."""
+    newest = _tracked(place)
+    if newest is None and (place / "export.json").exists():
+        return "an export"
+    if newest is None and (place / "config.json").exists():
+        try:
+            if "model_type" in json.loads((place / "config.json").read_bytes()):
+                return "a model of Hugging Face transformers"
+        except (ValueError, TypeError):
+            pass  # a file of another purpose, such as --config
+    if newest is None and (place / "adapter_config.json").exists():
+        return "adapters of PEFT"
+    saved = place / (RELEASE if newest is None else f"iter_{newest:07d}")
+    return "checkpoints of Megatron-LM" if foreign_format(saved) else None
 
 
 def from_pretrained(config: Config) -> Config:

@@ -44,6 +44,8 @@ def unknown(word, flags: Collection[str]) -> str:
     if theirs := of_trainers(word.flag, flags):
         suite, meant, translated = theirs
         return f"{where}{spell(word.flag)} is {suite}'s word: say {' and '.join(map(spell, meant))}{translated}"
+    if why := without_a_flag(word.flag, flags):
+        return f"{where}there is no {spell(word.flag)}: {why}"
     if near == [word.flag]:  # a flag of Megatron-LM, in a command that trains nothing
         return f"{where}{spell(word.flag)} is for training; this command has no use for it"
     own = sorted(flag for flag in flags if not flag.startswith("--no-"))
@@ -92,6 +94,16 @@ def of_trainers(flag: str, flags: Collection[str]) -> Optional[tuple[str, list[s
         if meant and set(meant) <= set(flags) and (suite is NANOGPT or key not in MEANT):
             return suite.title, meant, f" (megatron.tools.translate --from {suite.name} reads a whole run)"
     return None
+
+
+def without_a_flag(flag: str, flags: Collection[str]) -> str:
+    """Why a word of Hugging Face's Trainer has no flag in a command that trains, and what there is; "" for other words.
+
+    >>> without_a_flag("--push-to-hub", {"--lr"})
+    'nothing is sent to a hub'
+    """
+    key = flag.lstrip("-").replace("-", "_")
+    return "--lr" in flags and (sentence(HF_TRAINER.lost, key) or sentence(HF_TRAINER.idle, key)) or ""
 
 
 def missing(settings: list[Setting], loading: bool, givers: Sequence[str] = ()) -> str:

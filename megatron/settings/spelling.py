@@ -196,6 +196,17 @@ def _spellings_of(groups: tuple[tuple[str, type], ...]) -> Mapping[str, Spelling
     return MappingProxyType(result)
 
 
+def _gpu(word: str) -> str:
+    """What says which GPU is meant, in the place of --device.
+
+    >>> _gpu("H100")
+    'plan and --dry-run take a kind of GPU: --device-name H100'
+    """
+    if number := re.fullmatch(r"(?:cuda|gpu):(\d+)", word):
+        return f"CUDA_VISIBLE_DEVICES={number[1]} in front of the command chooses a GPU"
+    return f"plan and --dry-run take a kind of GPU: --device-name {word}" if re.match("[A-Za-z]+[0-9]", word) else ""
+
+
 def one_value(kind: type | tuple, word: str, also: dict | None = None):
     """Convert one word to a bool, int, float, str or choice. Raises BadValue that says what is valid."""
     also = also or {}
@@ -211,7 +222,8 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
             if str(choice).lower() == word.lower():
                 return choice
         known = [*map(str, kind), *also]
-        hint = f"; {INSTEAD[word]}" if word in INSTEAD else did_you_mean(word, known)
+        instead = INSTEAD.get(word) or ("cuda" in known and _gpu(word))
+        hint = f"; {instead}" if instead else did_you_mean(word, known)
         raise BadValue(f"'{word}' is none of {', '.join(known)}{hint}")
     if kind is bool:
         if word in also:

@@ -11,6 +11,7 @@ loss per original word.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from megatron.data.blend import Blend, parse_blend
 from megatron.data.contamination import Contained
 from megatron.data.formats import datasets_of, open_tokens
 from megatron.data.vocabulary import refuse_other_vocabulary
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, NumericsError, SettingsError
 from megatron.inference.load import Loaded, open_tokenizer, refuse_other_tokens
 from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
@@ -261,7 +262,8 @@ def told_of_answers(right) -> tuple[str, dict]:
 
 
 def run_score(work: Evaluation, tokens, stride: int, part=None, prefix=()):
-    return score(
+    """The score of a text. Raises NumericsError, on all ranks, if it is no number."""
+    found = score(
         work.loaded.model,
         tokens,
         length=work.length,
@@ -272,6 +274,12 @@ def run_score(work: Evaluation, tokens, stride: int, part=None, prefix=()):
         part=part,
         prefix=prefix,
     )
+    if not math.isfinite(found.loss_sum):
+        raise NumericsError(
+            f"{work.loaded.path}: the loss of {found.tokens:,} tokens is {found.loss_sum}: passes overflow",
+            do="--precision fp32, or bf16 in the place of fp16",
+        )
+    return found
 
 
 # In this order: split text -> original text.

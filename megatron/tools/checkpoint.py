@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, no_folder, run_main
+from megatron.checkpoint.missing import no_checkpoint
+from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, run_main
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
@@ -185,15 +186,14 @@ def inspect(path: Path, which: WhichCheckpoint, how: InspectOptions) -> None:
 def verify(path: Path, which: WhichCheckpoint, how: VerifyOptions) -> None:
     """Compare every byte of a checkpoint, or of all of a folder, with its checksum. Exit code 5: something is wrong."""
     from megatron.checkpoint import survey
-    from megatron.checkpoint.folder import checkpoints, choose, newest_good
+    from megatron.checkpoint.choose import checkpoints, newest_good
 
     if (path / "index.json").exists() or which.ckpt_step is not None or not how.all:
         folders = [newest_good(path, which.ckpt_step)]
     else:
         folders = list(checkpoints(path).values())
     if not folders:
-        choose(path)  # says what there is instead
-        raise CheckpointError(f"{path} holds no checkpoint", no_folder(path))
+        raise no_checkpoint(path)
     count = 0
     for folder in folders:
         started = time.perf_counter()
@@ -260,7 +260,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
     import torch
 
     from megatron.checkpoint import reshard as files
-    from megatron.checkpoint.folder import checkpoints
+    from megatron.checkpoint.choose import checkpoints
 
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[how.dtype]
     if dtype is not None and not how.weights_only:
@@ -290,7 +290,7 @@ def repair(path: Path, which: WhichCheckpoint, how: RepairOptions) -> None:
 
     Exit code 5: something could not be rebuilt.
     """
-    from megatron.checkpoint.folder import checkpoints
+    from megatron.checkpoint.choose import checkpoints
     from megatron.checkpoint.parity import repair as rebuild
 
     if isinstance(path, UrlPath):
@@ -300,7 +300,7 @@ def repair(path: Path, which: WhichCheckpoint, how: RepairOptions) -> None:
     else:
         folders = [one for step, one in checkpoints(path).items() if which.ckpt_step in (None, step)]
     if not folders:
-        raise CheckpointError(f"{path} holds no checkpoint", no_folder(path))
+        raise no_checkpoint(path)
     problems = []
     for folder in folders:
         try:
@@ -316,6 +316,7 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
     from megatron.checkpoint import folder, survey
     from megatron.checkpoint.backends import backend_of
+    from megatron.checkpoint.choose import checkpoints, read_tracker
     from megatron.storage.durable import storage_errors
 
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
@@ -325,10 +326,10 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
             f"--ckpt-step {which.ckpt_step}: prune deletes what --keep-last and --save-retain-interval do not "
             "keep, and not one checkpoint by its number"
         )
-    found = folder.checkpoints(path)
+    found = checkpoints(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint", no_folder(path))
-    newest = folder.read_tracker(path)
+        raise no_checkpoint(path)
+    newest = read_tracker(path)
     if newest not in found:
         raise CheckpointError(
             f"{path / folder.TRACKER} names no checkpoint that is there: nothing is deleted",
@@ -356,7 +357,7 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
 
 def open_reader(path: Path, which: WhichCheckpoint, copies: bool = False):
     """The checkpoint that `path` and --ckpt-step mean, open; notices go to stderr. copies: the command writes one."""
-    from megatron.checkpoint.folder import newest, newest_good
+    from megatron.checkpoint.choose import newest, newest_good
     from megatron.checkpoint.reader import Reader
 
     return Reader((newest if copies else newest_good)(path, which.ckpt_step))
@@ -365,7 +366,7 @@ def open_reader(path: Path, which: WhichCheckpoint, copies: bool = False):
 def base_for(reader, out: Path, given: Optional[str]) -> dict:
     """The entry about the base of adapters in a copy at `out`; empty for other checkpoints. given: --base."""
     from megatron.checkpoint.base_checkpoint import BASE, base_record, find_base, open_checkpoint
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
 
     if not reader.state.get(BASE):
         if given is not None:

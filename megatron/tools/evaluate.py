@@ -23,9 +23,11 @@ from megatron.convert.given_model import BATCH_INVARIANT, EXPORTED, SAME_BITS, c
 from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.guard.job import check_shares, on_ranks
 from megatron.model.quantization import QuantizeOptions
+from megatron.model.recipe import MODEL_TYPES
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, idle_flags
 from megatron.settings.dialects.hints import failing_in_users_words
+from megatron.settings.from_checkpoint import found_record
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, given_values, in_users_words, words_of
@@ -143,12 +145,14 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     check_one_model(settings, given)
     if settings.valid_data and not (settings.task or settings.data_path):
         named = words_of(given, "valid_data", settings.valid_data)
-        raise UsageError(f"{named} needs --task: WIKITEXT103 (perplexity), or LAMBADA (--cloze-eval)")
+        do = of_its_own(settings.load, settings.valid_data)
+        raise UsageError(f"{named} needs --task: WIKITEXT103 (perplexity), or LAMBADA (--cloze-eval)", do=do)
     if settings.data_path and settings.task:
         both = f"--data-path {' '.join(settings.data_path)} and --task {settings.task}"
         raise UsageError(f"{both}: one of them is evaluated", do="leave one out")
     if not settings.data_path and not settings.task:
-        raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
+        do = of_its_own(settings.load, "FILE")
+        raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data", do)
     if settings.task and not settings.valid_data:
         raise UsageError(f"--task {settings.task} needs --valid-data")
     if settings.valid_data and not Path(settings.valid_data).is_file():
@@ -163,6 +167,17 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
         if size is not None and size < 1:
             raise SettingsError(f"{words_of(given, name, size)}: has to be at least 1")
     check_shares(settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size)
+
+
+def of_its_own(load: Optional[str], data: str) -> str:
+    """The command that evaluates a model on samples as its own training made them; "" for a model of token files."""
+    config = (found_record(load) or {}).get("config", {})
+    kind = config.get("model", {}).get("model_type", "GPT")
+    if task := next((own["task"] for own in config.get("extra", {}).values() if own and own.get("task")), ""):
+        return f"its task: finetune.py --task {task} --skip-train --load {load} --valid-data {data}"
+    if kind in MODEL_TYPES:
+        return ""
+    return f"its own data: python -m {kind}, with the words of its training, --skip-train and --load {load}"
 
 
 class ProgressLine:

@@ -93,7 +93,7 @@ def pruned(
 ) -> list[str]:
     """Prune as the options say; returns lines about the result."""
     check(options, how, given)
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.inference import prune
 
     def plan(network: prune.Network, reader) -> prune.SmallerModel:

@@ -22,10 +22,11 @@ from megatron.errors import Failure, SettingsError, run_main
 from megatron.model.command_line import parse_any
 from megatron.planner import target
 from megatron.planner.choose import automatic
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.reached_speed import KIND
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.planner.text import error_of
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     from megatron.entry import start
 
     argv = _without_keep_last(argv)
-    start(argv, recipe_of_command(argv))
+    start(argv, recipe_of_command)
 
 
 def _without_keep_last(argv: list[str]) -> list[str]:

@@ -82,7 +82,7 @@ def check(options: TeacherLogitsOptions, data: Data) -> None:
 
 def store_logits(options: TeacherLogitsOptions, data: Data, tokenizer: dict, context) -> None:
     """Store the files that are missing, on the ranks of a job (`mpu.initialize.RankContext`)."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.inference.load import load_model
 
     def say(text: str) -> None:

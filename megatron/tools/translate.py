@@ -107,6 +107,11 @@ def chosen_dialect(options: TranslateOptions, words: list[str]) -> Dialect:
             do=f"python -m megatron.tools.translate --from NAME FILE_OR_COMMAND; NAME is one of {', '.join(DIALECTS)}",
         )
     [name] = given
+    if name in ("megatron", "megatron-lm", "megatron_lm"):
+        raise UsageError(
+            f"'{name}': Megatron-LM's flags are this suite's, and are not translated",
+            do="start its command as it is; docs/flags.md says what becomes of each flag",
+        )
     if name not in DIALECTS:
         raise UsageError(f"'{name}' is no suite that is known: {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}")
     recipes = name == NEMO.name and (words[0].split()[0] in NEMO2.programs or words[0].endswith(".py"))

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.base_checkpoint import BASE, base_names, base_record, open_checkpoint
+from megatron.checkpoint.choose import checkpoints, passed_over, rebuilt
 from megatron.checkpoint.first_launch import may_begin, same_place
-from megatron.checkpoint.folder import Restored, checkpoints, passed_over, rebuilt, restore
+from megatron.checkpoint.folder import Restored, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.memory_snapshots import MemorySnapshots, forget_snapshots
 from megatron.checkpoint.reader import Reader

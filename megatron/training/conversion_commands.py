@@ -130,7 +130,7 @@ class FromPeftOptions:
 
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
     """Export a decoder, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.convert import hf_files, huggingface
     from megatron.mpu.initialize import DTYPES
 
@@ -150,7 +150,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
             do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline, experts)",
         )
 
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.convert import megatron_dist_export, megatron_export
     from megatron.mpu.initialize import DTYPES
 
@@ -206,7 +206,7 @@ def from_dcp(path: Path, out: Path, which, how: FromDCPOptions) -> None:
 
 def to_dcp(path: Path, out: Path, which, how: ToDCPOptions, given: Mapping[str, Any]) -> None:
     """Export a decoder with Adam's state for torchtitan or NeMo Automodel; nothing is written if it reads back changed."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.convert import dcp
     from megatron.mpu.initialize import DTYPES
 
@@ -238,7 +238,7 @@ def check_writers(count: int) -> None:
 
 
 def _merge(merge: Callable[..., Path], path: Path, out: Path, which, how: MergeOptions, notices=()) -> None:
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
 
     check_writers(how.writers)
     source = newest(path, which.ckpt_step)
@@ -248,7 +248,7 @@ def _merge(merge: Callable[..., Path], path: Path, out: Path, which, how: MergeO
 
 def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
     """Make a mixture of experts from a dense GPT that computes the same function: --num-experts, and --moe- flags."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.convert.upcycled import upcycle as write
 
     check_writers(how.writers)
@@ -259,7 +259,7 @@ def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[st
 
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     """Quantize a model: a checkpoint for generation, evaluation, the server and exports, without optimizer state."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.checkpoint.reshard import rewrite
     from megatron.convert.merged import merged_first
     from megatron.inference.load import load_model
@@ -278,7 +278,7 @@ def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
 
 def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str, Any]) -> None:
     """Export LoRA adapters as a folder of PEFT, Hugging Face's library: adapter_config.json, adapter_model.safetensors."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.convert import peft
 
     source = newest(path, which.ckpt_step)
@@ -287,7 +287,7 @@ def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str
 
 def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
     """Import LoRA adapters of PEFT as a checkpoint of adapters on --base, a checkpoint of the model they belong to."""
-    from megatron.checkpoint.folder import newest
+    from megatron.checkpoint.choose import newest
     from megatron.convert import peft
     from megatron.storage.new_folder import check_free
     from megatron.storage.urls import location

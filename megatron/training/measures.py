@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.backends import INDEX
-from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.requests import request_figures
 from megatron.errors import Failure, SettingsError

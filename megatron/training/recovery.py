@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Optional
 
-from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.choose import checkpoints
 from megatron.errors import Interrupted, NumericsError, Preempted
 from megatron.guard.resume_command import last_checkpoint, resume_command
 from megatron.guard.stopping import Stop

@@ -21,7 +21,8 @@ import numpy as np
 
 import preprocess_data
 from megatron.checkpoint import survey
-from megatron.checkpoint.folder import Saver, checkpoints, read_tracker
+from megatron.checkpoint.choose import checkpoints, read_tracker
+from megatron.checkpoint.folder import Saver
 from megatron.data.index_cache import cached_arrays, load
 from megatron.data.indexed import IndexedDataset
 from megatron.data.merge import merge

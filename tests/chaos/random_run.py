@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.checkpoint.folder import checkpoints, read_tracker
+from megatron.checkpoint.choose import checkpoints, read_tracker
 from megatron.errors import Preempted
 from megatron.guard import processes
 from megatron.guard.beat_files import Beat, read_beats

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.checkpoint.folder import Saver, read_tracker
+from megatron.checkpoint.choose import read_tracker
+from megatron.checkpoint.folder import Saver
 from megatron.data.index_cache import cached_arrays
 from megatron.errors import Locked
 from tests.chaos.case import Case, Got

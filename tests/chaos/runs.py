@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import megatron.training  # noqa: F401  in memory before ranks are forked
 import pretrain_gpt
-from megatron.checkpoint.folder import read_tracker
+from megatron.checkpoint.choose import read_tracker
 from megatron.checkpoint.reader import Reader
 from megatron.data.indexed import write_index
 from megatron.errors import run_main

@@ -13,8 +13,9 @@ import torch
 
 from megatron.checkpoint import folder as module
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints, choose, read_tracker
 from megatron.checkpoint.first_launch import may_begin
-from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
+from megatron.checkpoint.folder import TRACKER, Saver, prune, restore
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, Locked, StorageError
 from megatron.inference.load import load_model

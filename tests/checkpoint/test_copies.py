@@ -12,9 +12,10 @@ import torch
 from megatron.checkpoint import copies as module
 from megatron.checkpoint.all_ranks import alone
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints, read_tracker
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
+from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece

@@ -16,7 +16,7 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint import folder as checkpoint_folder
-from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.mpu.forked import RankFailed, run_ranks

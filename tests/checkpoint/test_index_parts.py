@@ -11,8 +11,9 @@ import pretrain_gpt
 from megatron.checkpoint import folder as saving
 from megatron.checkpoint import store, survey
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import choose
 from megatron.checkpoint.copies import copy_checkpoint
-from megatron.checkpoint.folder import Saver, choose, restore
+from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.index import ShardFile
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, commit, merge_group, write_shard

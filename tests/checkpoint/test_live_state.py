@@ -9,7 +9,8 @@ import torch
 from megatron.checkpoint import folder as module
 from megatron.checkpoint import manager, store
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import Saver, checkpoints
+from megatron.checkpoint.choose import checkpoints
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.manager import CheckpointManager, Snapshot
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import LiveSum, Piece, StablePiece, live_sums

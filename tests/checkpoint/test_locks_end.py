@@ -13,8 +13,9 @@ from megatron.checkpoint import copies as copies_module
 from megatron.checkpoint import manager as manager_module
 from megatron.checkpoint.backends import backend_of
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.folder import Saver, checkpoints
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.store import Piece
 from megatron.errors import Failure, StorageError

@@ -20,7 +20,8 @@ from megatron.checkpoint import folder as state
 from megatron.checkpoint import manager as module
 from megatron.checkpoint import store
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import TRACKER, checkpoints
+from megatron.checkpoint.choose import checkpoints, read_tracker
+from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.interval import best_interval, goodput
 from megatron.checkpoint.manager import CheckpointManager, Snapshot, store_all_gather_object
 from megatron.checkpoint.reader import Reader
@@ -461,5 +462,5 @@ def test_kill_9_while_the_thread_writes(memory_folder):
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         wanted = pieces_of(-1)
         found = state.restore(folder, wanted)
-        assert found.state["iteration"] >= (state.read_tracker(folder) or 0)
+        assert found.state["iteration"] >= (read_tracker(folder) or 0)
         assert set(wanted[0].tensor.flatten().tolist()) == {float(found.state["iteration"])}

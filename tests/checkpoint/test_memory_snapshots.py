@@ -25,8 +25,9 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.checkpoint import memory_snapshots, replication
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.compare import differences
-from megatron.checkpoint.folder import Saver, checkpoints, restore
+from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.memory_parts import MemoryPart, parts_in, saves_in
 from megatron.checkpoint.memory_snapshots import STARTS, MemorySnapshots, read_record, verified
 from megatron.checkpoint.reader import Reader

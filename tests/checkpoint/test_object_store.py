@@ -21,8 +21,9 @@ import pretrain_gpt
 from megatron.checkpoint import manager, survey
 from megatron.checkpoint.backends import backend_of
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints, read_tracker
 from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, prune, read_tracker, restore
+from megatron.checkpoint.folder import TRACKER, Saver, prune, restore
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, write_shard

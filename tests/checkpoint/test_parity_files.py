@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint import folder as folder_module
+from megatron.checkpoint import choose as choose_module
 from megatron.checkpoint import index as index_module
 from megatron.checkpoint import parity as module
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.compare import differences
-from megatron.checkpoint.folder import checkpoints, restore
+from megatron.checkpoint.folder import restore
 from megatron.checkpoint.index import read_index
 from megatron.checkpoint.parity import entries_of, repair, write_range
 from megatron.checkpoint.reader import Reader
@@ -201,7 +202,7 @@ def test_a_disk_that_damages_what_is_rebuilt_is_not_repaired_again_and_again(tmp
         path = saved(tmp_path, step, 5)
     _flip(path / file_name(2), random.Random(4))
     tries = []
-    monkeypatch.setattr(folder_module, "repair", lambda path: [tries.append(path) or "shard"][:1])
+    monkeypatch.setattr(choose_module, "repair", lambda path: [tries.append(path) or "shard"][:1])
     step, equal, restored = loaded(tmp_path)
     assert step == 1 and equal and tries == [path] and [one for one, _ in restored.damaged] == [path]
 

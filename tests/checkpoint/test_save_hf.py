@@ -11,8 +11,8 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint import manager as module
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.copies import export_to_hf
-from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.store import Piece
 from megatron.convert import huggingface

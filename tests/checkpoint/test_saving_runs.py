@@ -10,8 +10,8 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint import folder as state
 from megatron.checkpoint import manager, store
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.compare import differences
-from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, StorageError
 from megatron.tools import checkpoint as tool

@@ -392,6 +392,21 @@ def test_mistakes_are_one_message_and_an_exit_code(vocab, corpus, tmp_path, root
     assert not list(tmp_path.glob("*.bin"))
 
 
+@pytest.mark.parametrize(
+    "text, do",
+    [
+        ('[{"text": "a b"}, {"text": "c"}]', "jq -c '.[]' "),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', "conversations are learned as they are: finetune.py"),
+        ('{"body": "a b"}', "check --input and --json-keys"),
+    ],
+)
+def test_files_without_texts_are_told_apart(vocab, tmp_path, text, do):
+    (tmp_path / "one.jsonl").write_text(text + "\n")
+    with pytest.raises(DataError, match="no text in") as raised:
+        preprocess_data.main(list(map(str, flags(vocab, [tmp_path / "one.jsonl"], tmp_path / "out"))))
+    assert do in raised.value.do
+
+
 def test_imports_no_torch(vocab, corpus, tmp_path, root):
     code = "import sys, preprocess_data as p; p.main(sys.argv[1:]); assert not {'torch', 'awkward'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, *flags(vocab, corpus, tmp_path / "out")], check=True, cwd=root)

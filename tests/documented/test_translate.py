@@ -955,6 +955,7 @@ WRONG = [
     ("--from deepspeed", 2, "a suite and what to translate are wanted"),
     ("bad.json", 2, "a suite and what to translate are wanted"),
     ("--from deepsped bad.json", 2, "'deepsped' is no suite that is known.*did you mean deepspeed"),
+    ("--from megatron run.sh", 2, "Megatron-LM.s flags are this suite.s(.|\\n)*start its command as it is"),
     ("--from deepspeed --to nemo bad.json", 2, "--from and --to: give one of them"),
     ("--from deepspeed missing.json", 2, "missing.json: no such file"),
     ("--from deepspeed bad.json", 2, "bad.json:2: neither YAML nor JSON"),

@@ -143,9 +143,9 @@ def test_memory_is_what_the_planner_says(name, device, tmp_path):
     """Of tensors, at a size where they are most of it: within 5 %, for each entry of the ledger has its share. ZeRO 2 is
     over-estimated: its buffers are not full at the moment of the loss.
     """
+    from megatron.planner.cluster import Cluster
     from megatron.planner.layout import Layout
     from megatron.planner.memory import memory_report
-    from megatron.planner.speed import Cluster
     from megatron.planner.target import installed_gpu, job_of
     from megatron.settings.parse import parse_pretrain
     from megatron.training.build import build_run

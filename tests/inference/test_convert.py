@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import Saver, checkpoints
+from megatron.checkpoint.choose import checkpoints
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, SettingsError, UsageError

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.convert.given_model import load_one_model
 from megatron.convert.huggingface import from_hf
 from megatron.errors import Failure
 from megatron.inference.load import load_model
@@ -193,3 +194,15 @@ def test_no_tensor_is_lost_in_silence(damage, export, tmp_path):
         tool.main(["from-hf", str(folder), str(tmp_path / "out")])
     assert raised.value.code in (4, 5) and named in str(raised.value) and raised.value.do, raised.value
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["export", "checkpoint"])
+def test_weights_that_are_not_finite_are_not_used(kind, export, tmp_path):
+    """From an export, and from a checkpoint that was written unchecked: no loss of nan, and no empty text."""
+    folder = shutil.copytree(export[0], tmp_path / "copy")
+    DAMAGES["not a number"][0](Parts(folder))
+    if kind == "checkpoint":
+        from_hf(folder, tmp_path / "out", fresh_state(), check=False)
+    with pytest.raises(Failure, match="NaN or infinity in blocks.0.attention.qkv.weight: the model cannot") as raised:
+        load_one_model(str(tmp_path / "out") if kind == "checkpoint" else str(folder), None)
+    assert raised.value.code == 5 and raised.value.do

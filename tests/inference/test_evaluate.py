@@ -262,6 +262,28 @@ def test_flags_without_effect_are_named(checkpoint, tmp_path, capsys):
     assert f"note: replaces {tmp_path / 'r.jsonl'}" in heard.err
 
 
+@pytest.mark.parametrize(
+    "kind, extra, do",
+    [
+        ("GPT", {}, None),
+        (
+            "megatron.tasks.chat",
+            {"chat": {"task": "chat"}},
+            "its task: finetune.py --task chat --skip-train --load {} --v",
+        ),
+        ("my_gpt", {"variant": None}, "its own data: python -m my_gpt, with the words of its training, --skip-train"),
+    ],
+)
+def test_samples_of_a_model_of_its_own_are_evaluated_by_its_own_command(kind, extra, do, tmp_path, monkeypatch):
+    record = dict(config=dict(model=dict(model_type=kind), extra=extra))
+    monkeypatch.setattr(tool, "found_record", lambda folder: record)
+    for more in ([], ["--valid-data", str(tmp_path)]):
+        with pytest.raises(UsageError) as raised:
+            run(tmp_path, *more)
+        assert (raised.value.do or "").startswith(do.format(tmp_path) if do else "")
+        assert bool(raised.value.do) == bool(do)
+
+
 def test_mistakes(checkpoint, tmp_path):
     prefix = write_tokens(tmp_path / "tokens", [np.array([1, 2, 9999])])
     with pytest.raises(UsageError, match="not clear"):

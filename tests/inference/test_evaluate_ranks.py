@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import Saver, checkpoints
+from megatron.checkpoint.choose import checkpoints
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.data.indexed import write_index

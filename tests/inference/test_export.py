@@ -745,10 +745,12 @@ def test_the_card_of_a_tuned_import_names_its_model_and_its_data(tmp_path, train
     between = dict(lineage(imported, str(tmp_path / "imported")), state=dict(iteration=5))
     state = dict(lineage(between, str(tmp_path / "more" / "checkpoints")), state=dict(iteration=7))
     state = dict(lineage(state, None), state=dict(iteration=7))  # resumed
-    load = trained(GPT2, state=state, data=dict(train_data_path=["0.3", "a/talks", "0.7", "b/web"]))
+    data = dict(train_data_path=["0.3", "a/talks", "0.7", "b/web"])
+    load = trained(dict(GPT2, max_position_embeddings=2 * S), state=state, data=data)  # tuned on shorter samples
     card = (export_to(tmp_path / "out", load, "--format", "torch-export", "--no-check") / "README.md").read_text()
     head = 'license: llama9\nbase_model: "org/Llama-9"\ndatasets:\n- "talks"\n- "web"\n'
     assert card.startswith(f"---\n{head}") and "| started from | `more` < `org/Llama-9` |" in card
+    assert f"| positions | learned_absolute, context of {2 * S} tokens |" in card
     assert "| data | `0.3 talks 0.7 web` |" in card and "states llama9" in card and str(tmp_path) not in card
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.folder import choose
+from megatron.checkpoint.choose import choose
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.convert.compressed_tensors import pack, unpack
 from megatron.convert.export import tracing

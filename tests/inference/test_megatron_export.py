@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import Saver, checkpoints
+from megatron.checkpoint.choose import checkpoints
+from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.convert import megatron_arguments, megatron_export

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.reader import Reader
 from megatron.convert.megatron_optimizer import LocalParameter, from_buffer, locate, position_of
 from megatron.errors import CheckpointError

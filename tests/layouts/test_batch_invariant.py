@@ -42,7 +42,10 @@ MODELS["shared"] = """--swiglu --disable-bias-linear --normalization RMSNorm --n
     --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
     --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 32 --qk-layernorm
     --moe-input-jitter-eps 1e-2 --moe-layer-freq [0]+[1]*3"""
-MODELS |= {f"{name}long": f"{MODELS[name]} {LONG}" for name in ("qwen", "normed", "across")}
+MODELS["sinks"] = (
+    f"{MODELS['gpt']} --num-attention-heads 8 --softmax-type learnable --label-smoothing 0.1 --vocab-size 300"
+)
+MODELS |= {f"{name}long": f"{MODELS[name]} {LONG}" for name in ("qwen", "normed", "across", "sinks")}
 MODELS["padded"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
 # 2 rows
 MODELS["capped"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.6 --num-experts 16 --seq-length 16"
@@ -92,6 +95,11 @@ CASES = """
     qwenlong bf16 tp2sp-cp2a2a-zero2 1
     normedlong fp32 cp2a2a-dp2 2
     acrosslong bf16 tp2sp-cp2a2a 1
+    sinks fp32 tp2 2
+    sinks bf16 tp8sp 1
+    sinks bf16 tp2sp-pp2-dp2-zero1 2
+    sinkslong fp32 cp4a2a 1
+    sinkslong bf16 tp2-cp2a2a 2
     parts fp32 tp2-ep2-etp1 2
     parts bf16 tp2sp-dp2-ep4-etp1-zero3 1
     parts bf16 tp4-ep4-etp1 1
@@ -113,8 +121,8 @@ SHARED = """cp2a2a:8 cp4a2a:1 cp2a2a-dp2-zero1:2 cp4a2a-dp2-zero3:1 tp2-cp2a2a:4
     pp2-cp2a2a-dp2-zero3-zbv:1 tp2sp-pp2-cp2a2a-zbh1:2""".split()
 TWENTY = dict(gpt=LAYOUTS + DIVIDED, llama=LAYOUTS + DIVIDED, experts=LAYOUTS, apart=APART, padded=APART)
 TWENTY |= dict(long=SHARED, longer=SHARED, parts=PARTED, shared=PARTED)
-TWENTY |= {name: ["tp4:2", "tp2sp-dp2-zero3:1", "pp2-zbv:1"] for name in ("qwen", "normed", "across")}
-TWENTY |= {f"{name}long": ["cp4a2a:1", "tp2sp-cp2a2a-zero1:2"] for name in ("qwen", "normed", "across")}
+TWENTY |= {name: ["tp4:2", "tp2sp-dp2-zero3:1", "pp2-zbv:1"] for name in ("qwen", "normed", "across", "sinks")}
+TWENTY |= {f"{name}long": ["cp4a2a:1", "tp2sp-cp2a2a-zero1:2"] for name in ("qwen", "normed", "across", "sinks")}
 TWENTY["capped"] = [*APART, "dp8-ep8:1"]
 
 
@@ -251,8 +259,10 @@ TWO = "--tp 2 --num-experts 8 --seq-length 64 --disable-bias-linear"
         ("--cp 2 --cp-comm-type a2a --seq-length 64", "attention.output.weight of 64 / 2 tokens, a product too small"),
         ("--cp 2 --cp-comm-type a2a --seq-length 128 --num-experts 4", "--cp 2 does not cover experts"),
         ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),
-        ("--tp 2 --softmax-type learnable", "the weight attention.softmax_offset"),
-        ("--tp 2 --seq-length 12 --label-smoothing 0.1", "--label-smoothing 0.1; --seq-length 12, no multiple of 8"),
+        (
+            "--tp 2 --seq-length 12 --attention-output-gate",
+            "--attention-output-gate; --seq-length 12, no multiple of 8",
+        ),
         ("--tp 2 --ffn-hidden-size 100", "mlp.up.weight, whose 100 rows or columns are no multiple of 8"),
         (
             "--tp 2 --num-experts 4",

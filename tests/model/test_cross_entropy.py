@@ -36,7 +36,9 @@ def plain(hidden, weight, labels, mask=None, label_smoothing=0.0):
 
 @pytest.mark.parametrize("chunk", [None, 1, 10, 37, 64])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("label_smoothing, ordered", [(0.0, False), (0.1, False), (0.9, False), (0.0, True)])
+@pytest.mark.parametrize(
+    "label_smoothing, ordered", [(0.0, False), (0.1, False), (0.9, False), (0.0, True), (0.1, True)]
+)
 def test_equals_plain_cross_entropy(chunk, masked, label_smoothing, ordered):
     """ordered: with sums of eight blocks of the vocabulary, of which the last one is padding"""
     hidden, weight, labels, mask = problem()
@@ -200,6 +202,23 @@ def test_losses_of_blocks_are_those_of_generation():
         want = ordered_log_sum(logits, PADDED).squeeze(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     assert torch.equal(token_losses(hidden, weight, labels, **more), want)
     assert torch.equal(linear_cross_entropy(hidden, weight, labels, **more)[0].detach(), want.sum())
+
+
+def test_smoothed_losses_of_blocks_are_those_of_one_rank(run_ranks):
+    """To the bit, of logits so large that another order of their sum changes a loss."""
+    hidden, weight, labels, _ = problem()
+    hidden, weight = hidden.detach(), weight.detach()
+    hidden[:, 0], weight[:, 0] = 1.0, weight[:, 0] + 1000.0
+
+    def loss(rank, tp):
+        mesh = Mesh(rank, tp=tp, ordered=True)
+        more = dict(vocab_size=V, tp=mesh.tp, label_smoothing=0.9, ordered=SampleSums(mesh.cp))
+        return linear_cross_entropy(hidden, weight.chunk(tp)[rank], labels, **more)[0]
+
+    want = loss(0, 1)
+    torch.testing.assert_close(want, plain(hidden, weight, labels, label_smoothing=0.9), rtol=1e-4, atol=0)
+    for tp in (2, 4):
+        assert [want] * tp == run_ranks(tp, lambda rank, tp=tp: loss(rank, tp)), tp
 
 
 def test_the_gradient_of_a_bias_is_of_all_blocks(monkeypatch):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import pretrain_gpt
 import pretrain_hybrid
-from megatron.checkpoint.folder import choose
+from megatron.checkpoint.choose import choose
 from megatron.checkpoint.reader import Reader
 from megatron.convert.export.source import Wanted
 from megatron.convert.export.write import export

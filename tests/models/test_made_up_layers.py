@@ -25,10 +25,10 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Normal, Placement
 from megatron.planner import speed
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.speed import Cluster
 from megatron.planner.traffic import calls_of, transfers
 from megatron.settings.schema import Model, Recompute
 

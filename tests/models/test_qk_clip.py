@@ -20,9 +20,10 @@ from megatron.model.kinds.attention import module
 from megatron.model.layer_ops import LargestScores, RankSetup
 from megatron.model.recipe import recipe_of
 from megatron.mpu.forked import run_ranks
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, _layer
+from megatron.planner.speed import _layer
 from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
 from megatron.telemetry.log_lines import console_line

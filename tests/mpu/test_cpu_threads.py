@@ -217,9 +217,23 @@ def test_commands_choose_before_torch_is_loaded(name, root):
     ]
     function = next(f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno < calls[0] <= f.end_lineno)
     imports = [
-        node.lineno for node in ast.walk(function) if isinstance(node, ast.ImportFrom) and node.module.startswith(heavy)
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(heavy) and node.lineno > function.lineno
     ]
     assert imports and calls[0] < min(imports)
+
+
+def test_tasks_whose_modules_load_torch_are_found_afterwards(root):
+    """finetune.py --task chat, in a process of its own."""
+    code = """
+import sys
+from megatron import entry
+entry.choose_waiting = lambda ranks: sys.exit("torch" in sys.modules)
+import finetune
+finetune.main(["--task", "chat"])
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 
 
 def test_words_of_the_environment():

@@ -14,10 +14,10 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.selection import Selection
 from megatron.planner import speed
 from megatron.planner.activations import stage_saved_bytes
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect
-from megatron.planner.speed import Cluster
 from megatron.planner.target import cluster_of
 from megatron.settings.schema import Recompute
 from tests.planner.test_activations import bytes_kept

@@ -29,17 +29,18 @@ from megatron.planner import (
     search,
     serving,
     speed,
+    step_communication,
     text,
     traffic,
 )
 from megatron.planner import device as devices
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
-from megatron.planner.speed import Cluster
 from megatron.planner.startup import StartUp
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step, transfers
@@ -97,12 +98,12 @@ def test_speeds_of_a_device_are_shares_of_its_data_sheet():
     ],
 )
 def test_an_update_moves_weights_gradients_and_moments(moments, offload, disk, nanoseconds, monkeypatch):
-    monkeypatch.setattr(speed, "rank_units", lambda job, layout, rank: played(1e6))
+    monkeypatch.setattr(step_communication, "rank_units", lambda job, layout, rank: played(1e6))
     layout = Layout(dp=16, offload=offload, disk=disk)
-    took = speed._update(replace(JOB, moments=moments), layout, Cluster(DEVICE, 16), 0)
+    took = step_communication._update(replace(JOB, moments=moments), layout, Cluster(DEVICE, 16), 0)
     assert took / 1e6 == pytest.approx(nanoseconds * 1e-12)
     beside = replace(DEVICE, kind="cpu")  # whose memory is the host's: nothing passes it twice
-    less = speed._update(replace(JOB, moments=moments), layout, Cluster(beside, 16), 0)
+    less = step_communication._update(replace(JOB, moments=moments), layout, Cluster(beside, 16), 0)
     assert took - less == pytest.approx(1e6 * 20 * offload / 20e9, abs=1e-12)
 
 
@@ -113,9 +114,9 @@ def test_the_busiest_rank_orthogonalizes_the_largest_matrix():
     unit = lambda matrices: type("Unit", (), dict(matrices=matrices, axes=DATA_PARALLEL, sharded="shard"))()
     job, layout = replace(JOB, ns_steps=5), Layout(tp=2, dp=2, zero=1, shard=2)
     few, many = [(64, 64), (64, 64), (512, 256)], [(64, 128)] * 12
-    one = speed._orthogonalizing(played(0, counts={unit(few): 1}), job, layout, DEVICE)
+    one = step_communication._orthogonalizing(played(0, counts={unit(few): 1}), job, layout, DEVICE)
     assert one == pytest.approx(5 * seconds(512, 256))
-    two = speed._orthogonalizing(played(0, counts={unit(many): 3}), job, layout, DEVICE)
+    two = step_communication._orthogonalizing(played(0, counts={unit(many): 3}), job, layout, DEVICE)
     assert two == pytest.approx(3 * 5 * 12 / 4 * seconds(64, 128))
 
 
@@ -829,7 +830,7 @@ def test_distances_of_axes_between_ranks(monkeypatch):
     )
     axes = ["tp", "shard", "replicate", "etp", "ep", "expert_shard", "expert_replicate", "tied"]
     for axis in axes:
-        speed._seconds(traffic.Transfer("x", "all_reduce", axis, 9, 1), layout, Cluster(DEVICE, 72))
+        step_communication._seconds(traffic.Transfer("x", "all_reduce", axis, 9, 1), layout, Cluster(DEVICE, 72))
     sizes = layout.data_sizes
     assert dict(zip(axes, asked, strict=True)) == {
         "tp": (2, 1),

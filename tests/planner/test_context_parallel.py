@@ -4,11 +4,12 @@
 import pytest
 
 from megatron.model.gpt.facts import GPTFacts
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.search import Space, search
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.planner.traffic import transfers
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model

@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from megatron.errors import SettingsError
-from megatron.planner import choose, dry_run, memory, picture, problems, search, speed, target, text, tuning
+from megatron.planner import (
+    choose,
+    dry_run,
+    memory,
+    picture,
+    problems,
+    search,
+    speed,
+    step_communication,
+    target,
+    text,
+    tuning,
+)
 from megatron.planner.activations import SavedBytes
 from megatron.planner.layout import Layout
 from megatron.planner.memory import MemoryReport
@@ -21,7 +33,8 @@ from megatron.planner.parity import Trace, compare
 from megatron.planner.plans import Shortlist
 from megatron.planner.preflight.machines import check_clocks
 from megatron.planner.schedule_time import ShardingTimes
-from megatron.planner.speed import Pass, StepCommunication, StepTime
+from megatron.planner.speed import Pass, StepTime
+from megatron.planner.step_communication import StepCommunication
 from megatron.settings.schema import Recompute
 
 
@@ -46,8 +59,8 @@ def test_the_slowest_rank_sets_the_pace(monkeypatch):
 def test_of_both_ends_of_a_pipeline_the_one_that_sends_longer_counts(last, monkeypatch):
     first = StepCommunication(ShardingTimes(2, gather=0.5, reduce=0.25), 1.0)  # 1 + .5 + 4 x .25
     other = StepCommunication(ShardingTimes(2, gather=0.5, reduce=0.25), last)
-    monkeypatch.setattr(speed, "_once", lambda job, layout, cluster, rank: other if rank else first)
-    assert speed.step_communication(None, anything(), None) is (other if last > 1 else first)
+    monkeypatch.setattr(step_communication, "_once", lambda job, layout, cluster, rank: other if rank else first)
+    assert step_communication.step_communication(None, anything(), None) is (other if last > 1 else first)
 
 
 def test_memory_is_that_of_the_fullest_moment(monkeypatch):

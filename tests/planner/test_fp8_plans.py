@@ -19,10 +19,10 @@ from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import linear_products
 from megatron.mpu.mesh import Mesh
 from megatron.planner import activations, memory
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.dry_run import dry_run
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster
 from megatron.planner.speed import step as step_time
 from megatron.telemetry.peak_flops import joint_peak
 from megatron.training.rules import resolve

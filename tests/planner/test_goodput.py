@@ -11,9 +11,9 @@ import pytest
 import pretrain_gpt
 from megatron.checkpoint.interval import best_interval, goodput
 from megatron.planner import goodput as planner
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.goodput import Saving
-from megatron.planner.speed import Cluster
 from megatron.tools import plan
 
 JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --mock-data --lr 1e-3

@@ -12,9 +12,11 @@ import pretrain_gpt
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.mpu.mesh import Mesh, ranks_along
+from megatron.planner.cluster import Cluster, placements
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, _seconds, placements, step
+from megatron.planner.speed import step
+from megatron.planner.step_communication import _seconds
 from megatron.planner.text import far
 from megatron.planner.traffic import Transfer
 from megatron.training.rules import resolve

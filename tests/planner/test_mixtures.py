@@ -23,10 +23,11 @@ from megatron.mpu import collectives
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report, state
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.planner.traffic import totals, transfers
 from megatron.settings.schema import Model, Recompute
 from megatron.training.rules import resolve

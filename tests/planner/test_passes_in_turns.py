@@ -8,11 +8,12 @@ from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.pipeline.schedule import BESIDE, make_schedule
 from megatron.planner import held_passes
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import find
 from megatron.planner.held_passes import most_held, starts
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import step_memory
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.training.rules import resolve
 
 

@@ -15,9 +15,10 @@ import pretrain_gpt
 from megatron.errors import DataError, SettingsError, StorageError, UsageError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.planner import calibrate, device, dry_run
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model
 from megatron.tools import plan

@@ -15,6 +15,7 @@ from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import CoreAttention
 from megatron.planner import held_passes, speed
 from megatron.planner.arithmetic import divisions, least_devices
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
@@ -23,7 +24,7 @@ from megatron.planner.plans import Fastest, features, simplest
 from megatron.planner.problems import inspect, memory_problems
 from megatron.planner.schedule_time import span
 from megatron.planner.search import NOT_OFFLOADED, Space, search
-from megatron.planner.speed import Cluster, _core, split_even, step
+from megatron.planner.speed import _core, split_even, step
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step
 from megatron.settings.parse import parse_pretrain

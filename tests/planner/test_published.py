@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.planner.choose import tolerance
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import GIB, find
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
@@ -26,7 +27,7 @@ from megatron.planner.reached_speed import (
     accuracies,
     accuracy,
 )
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.planner.text import error_of, trust
 from megatron.tools import plan
 

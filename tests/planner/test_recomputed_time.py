@@ -13,9 +13,9 @@ from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.planner import speed
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster
 from megatron.settings.schema import Model, Recompute
 from tests.models.test_made_up_layers import ONEDNN
 

@@ -23,10 +23,10 @@ from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of
 from megatron.pipeline.build import build_stages
 from megatron.planner import device as devices
+from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Job
 from megatron.planner.serving import BLOCK, Requests, ServingShare, plan_of, plans
 from megatron.planner.serving_text import rejected
-from megatron.planner.speed import Cluster
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Parallel, Precision
 from megatron.tools import plan as tool

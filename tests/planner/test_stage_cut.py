@@ -12,11 +12,12 @@ from megatron.model.t5 import stages as t5_stages
 from megatron.model.t5.facts import T5Facts
 from megatron.pipeline.simulate import bubble_of
 from megatron.pipeline.stages import Pipeline
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.schedule_time import ShardingTimes, unequal_span
 from megatron.planner.search import NOT_OFFLOADED, Space, search
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import step
 from megatron.planner.stage_cut import _moved, fastest
 from tests.planner.test_unequal_stages import COMMON, looked_at, simulated
 

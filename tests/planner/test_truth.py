@@ -155,7 +155,7 @@ CASES = [
     ("dp4-zero1", f"{ORDERED} --sharding-degree 2 --bf16 --grad-reduce-in-bf16"),
     ("dp2-zero3", f"{ORDERED} --untie-embeddings-and-output-weights --bf16"),
     ("tp2sp-dp2-zero2", f"{ORDERED} {LLAMA}"),
-    ("tp2-pp2-zbv", f"{ORDERED} --bf16 --qk-layernorm"),
+    ("tp2-pp2-zbv", f"{ORDERED} --bf16 --qk-layernorm --label-smoothing 0.1 --softmax-type learnable"),
     ("pp2-dp2-zero1-zbh1", ORDERED),
     ("pp2-dp2-zero2-zbv", f"{ORDERED} --bf16"),
     ("cp2a2a", f"{ORDERED} {LONGER} --bf16"),

@@ -64,11 +64,28 @@ def test_the_page_for_users_of_hugging_face_names_flags_that_there_are(theirs, h
 ELSEWHERE = [  # command, line, what the message says, what it must not say
     ("plan", "--model llama-3-8b --world-size 8", "no --model: say --model-name-or-path", "missing"),
     ("plan", "--gpus 8 --model-name-or-path gpt2", "no --gpus: say --world-size", "--nproc-per-node"),
+    (
+        "plan",
+        "--device H100 --model-name-or-path gpt2",
+        "none of auto, cpu, cuda, gpu; plan and --dry-run take",
+        "mean",
+    ),
     ("plan", "--gpu H100 --model-name-or-path gpt2", "no --gpu: say --device-name", "--nproc-per-node"),
     ("plan", "--model-name-or-path llama3-8b", "shape; did you mean llama-3-8b?", "missing|gpt2-small"),
     ("pretrain", "--gpus 8 --model-name-or-path gpt2", "--nproc-per-node N starts a process for each GPU", "world"),
     ("pretrain", "--torch_dtype bfloat16 --model-name-or-path gpt2", "no --torch-dtype: say --precision", "unknown"),
     ("pretrain", "--dataset_text_field text --model-name-or-path gpt2", "preprocess_data.py --json-keys", "unknown"),
+    ("pretrain", "--do_train --model-name-or-path gpt2", "no --do-train: training is what is done", "--skip-train"),
+    ("pretrain", "--train_file x --model-name-or-path gpt2", "token files are made by preprocess_data.py", "metrics"),
+    ("pretrain", "--device cuda:1 --model-name-or-path gpt2", "cuda, gpu; CUDA_VISIBLE_DEVICES=1 in front", "did you"),
+    ("finetune", "--task chat --train_file x", "no --train-file: say --train-data FILE", "preprocess_data"),
+    ("finetune", "--task chat --max_prompt_length 9", "longer than --seq-length loses its end", "unknown"),
+    (
+        "generate",
+        "--max_length 9 --load x --prompt y",
+        "no --max-length: say --tokens-to-generate, which",
+        "seq-length",
+    ),
     ("generate", "--torch_dtype bfloat16 --load x --prompt y", "no --torch-dtype: say --precision", "unknown"),
     ("generate", "--model x --prompt y", "no --model: say --load, or --load-exported", "unknown"),
     ("checkpoint", "to-hf x y --torch_dtype bfloat16", "no --torch-dtype: say --dtype", "unknown"),
@@ -78,14 +95,27 @@ ELSEWHERE = [  # command, line, what the message says, what it must not say
 
 @pytest.mark.parametrize("command, line, said, unsaid", ELSEWHERE, ids=[f"{row[0]} {row[1]}" for row in ELSEWHERE])
 def test_hints_are_those_of_the_command(command, line, said, unsaid):
+    import finetune
     import preprocess_data
     import pretrain_gpt
     from megatron.tools import checkpoint, generate, plan
 
-    tools = dict(plan=plan, pretrain=pretrain_gpt, generate=generate, checkpoint=checkpoint, preprocess=preprocess_data)
+    tools = dict(plan=plan, pretrain=pretrain_gpt, finetune=finetune)
+    tools |= dict(generate=generate, checkpoint=checkpoint, preprocess=preprocess_data)
     with pytest.raises(UsageError) as refused:
         tools[command].main(line.split())
     assert said in str(refused.value) and not any(one in str(refused.value) for one in unsaid.split("|"))
+
+
+def test_every_word_of_trainer_has_an_answer(root):
+    """Of a page of TrainingArguments and run_clm.py: what to say, or why there is nothing to say."""
+    page = (root / "tests/documented/others/words.txt").read_text(encoding="utf-8")
+    section = page.partition("[hf-trainer]")[2].partition("\n[")[0]
+    words = {row.partition("=")[0] for line in section.splitlines() for row in line.partition("  ")[0].split(" & ")}
+    plain = {f"--{word.replace('_', '-')}" for word in words if re.fullmatch("[a-z_0-9]+[a-wyz0-9]", word)} - set(KNOWN)
+    said = {flag: messages.unknown(Word(flag, [], SaidBy.COMMAND), KNOWN) for flag in plain if answer(flag) is None}
+    assert len(said) > 100
+    assert not [words for words in said.values() if words.startswith("unknown flag")]
 
 
 @pytest.mark.parametrize("word", ["bfloat16", "torch.bfloat16", "bf16"])

@@ -106,6 +106,9 @@ def test_curves_of_two_runs_that_go_on(visit, folder):
     assert "<b>loss</b> far above its median" in page.locator("#events").inner_text()
     assert page.locator("#ranks canvas").is_visible() and "forward-backward" in page.locator("#ranks").inner_text()
     assert page.locator("#experts canvas").is_visible() and "blocks.0" in page.locator("#experts-note").inner_text()
+    told = [page.locator(f"#{kind}-scale").inner_text().split("\n") for kind in ("ranks", "experts")]
+    assert told[0] == ["0.6 or less", "1", "1.3", "1.8 or more", "times its peers"]
+    assert told[1] == ["0", "1", "2", "3 or more", "times the mean"]
     page.locator("#experts-name").select_option("blocks.1")
     wait_for(page, "document.querySelector('#experts-note').innerText.includes('of blocks.1')")
     assert page.locator("#pictures img").is_visible()  # the schedule of the run with a pipeline

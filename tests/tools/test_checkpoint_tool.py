@@ -15,8 +15,9 @@ import pretrain_bert
 import pretrain_t5
 from megatron.checkpoint import reshard
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.compare import differences
-from megatron.checkpoint.folder import TRACKER, Saver, checkpoints
+from megatron.checkpoint.folder import TRACKER, Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, Locked, SettingsError, UsageError

@@ -28,11 +28,12 @@ from megatron.mpu import forked
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
 from megatron.planner import layout as plans
+from megatron.planner.cluster import Cluster
 from megatron.planner.device import cpu
 from megatron.planner.memory import NO_DEVICE, state, step_memory
 from megatron.planner.parameters import rank_units
 from megatron.planner.parity import laid_out, parse_layout
-from megatron.planner.speed import Cluster, end_costs
+from megatron.planner.speed import end_costs
 from megatron.telemetry.events import EventLog
 from megatron.tools import checkpoint
 from megatron.training import build

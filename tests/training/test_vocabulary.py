@@ -7,7 +7,7 @@ import re
 import pytest
 
 import pretrain_gpt
-from megatron.checkpoint.folder import choose
+from megatron.checkpoint.choose import choose
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.settings.schema import TokenizerSettings

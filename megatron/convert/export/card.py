@@ -99,7 +99,7 @@ def _model(record: Mapping[str, Any], facts: Facts, tokenizer: Optional[str]) ->
         ("parameters", f"{count:,}"),
         ("layers", f"{model.num_layers} of width {model.hidden_size}"),
         ("attention heads", f"{model.num_attention_heads} of width {model.head_dim}{groups}"),
-        ("positions", f"{model.position_embedding_type}, context of {model.seq_length} tokens"),
+        ("positions", f"{model.position_embedding_type}, context of {model.position_table} tokens"),
         ("vocabulary", f"{record['vocab_size']:,} tokens, {tokenizer or 'without a tokenizer'}"),
     ]
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.checkpoint.folder import checkpoints
+from megatron.checkpoint.choose import checkpoints
 from megatron.checkpoint.missing import EXPORT
 from megatron.convert import compressed_tensors, hf_files
 from megatron.convert.export import programs
@@ -23,7 +23,7 @@ from megatron.convert.fitted import fit
 from megatron.convert.hf_tokenizer import tokenizer_in
 from megatron.convert.imported import imported_state
 from megatron.errors import CheckpointError, SettingsError, no_folder
-from megatron.inference.load import Loaded, build_model
+from megatron.inference.load import Loaded, build_model, refuse_broken
 from megatron.inference.quantize import attach, free_weights, linear_layers
 from megatron.inference.stages import Halves, chunks_of
 from megatron.model.facts import Facts
@@ -114,6 +114,7 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         for piece in built.pieces:
             if not rounded.intersection(matches[piece.name].theirs):
                 piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
+        refuse_broken(built.pieces, place)
         if rounded:
             how = compressed_tensors.options_of(quantization, place)
             _hold_rounded(built.model, family.facts, how, rounded, matches, fitted.files, mesh)

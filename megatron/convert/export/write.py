@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.checkpoint.folder import newest
+from megatron.checkpoint.choose import newest
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.convert import compressed_tensors, huggingface
 from megatron.convert.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs

@@ -12,10 +12,10 @@ from dataclasses import replace
 from megatron.model.recipe import Recipe
 from megatron.planner import target, text
 from megatron.planner.choose import resolve_open_settings
+from megatron.planner.cluster import Cluster
 from megatron.planner.memory import peaks
 from megatron.planner.preflight.verdict import Check, PreflightReport, refusal
 from megatron.planner.problems import Inspection, inspect
-from megatron.planner.speed import Cluster
 from megatron.planner.startup import groups_of, slow_start, start_up
 from megatron.settings import rank_env, schema
 from megatron.telemetry.figures import part_of

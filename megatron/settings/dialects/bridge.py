@@ -35,7 +35,7 @@ preset                                             --model-name-or-path
 --blend                                            --data-path
 --num-moe-experts                                  --num-experts
 --layernorm-epsilon                                --norm-epsilon
---pretrained-checkpoint                            --load; --finetune
+--pretrained-checkpoint                            --pretrained-checkpoint
 -  --grad-reduce-in-fp32=true --main-grads-dtype|--exp-avg-dtype|--exp-avg-sq-dtype|--main-params-dtype=float32
 -  --use-distributed-optimizer=false --check-for-nan-in-grad=true --cuda-graph-impl=none
 -  --muon-scale-mode=spectral --muon-scalar-optimizer=adam

@@ -78,7 +78,45 @@ PLANS = "--published"  # a flag of megatron.tools.plan alone
 # Words of TRL, PEFT, `generate` of transformers and planners that are no flags, what is meant here, and the flag by which a
 # command is known that the row is for (default: any flag that the sentence has). The first row for a command counts.
 MEANT_HERE = (
+    ("max_length", "say --tokens-to-generate, which counts new tokens alone"),
     ("max_length max_seq_length", "say --seq-length"),
+    ("eos_token_id", "say --stop-token-ids"),
+    ("suppress_tokens sequence_bias", "say --logit-bias TOKEN:X, as in --logit-bias 7:-inf"),
+    ("no_repeat_ngram_size", "say --repetition-penalty, or --bad-words-ids"),
+    ("typical_p epsilon_cutoff eta_cutoff top_h", "tokens are chosen by --temperature, --top-k, --top-p and --min-p"),
+    (
+        "device_map",
+        "say --device; ranks share a model by --tensor-model-parallel-size and --pipeline-model-parallel-size",
+    ),
+    ("config_overrides", "say --num-layers, --hidden-size, --num-attention-heads"),
+    ("warmup_steps", "say --lr-warmup-iters"),
+    ("dataloader_drop_last", "samples are counted by --train-iters; an incomplete last batch is left out"),
+    ("do_train do_eval", "training is what is done; --eval-interval and --eval-iters say how it is evaluated"),
+    ("resume_from_checkpoint", "say --load FOLDER, the --save of that run"),
+    ("train_file validation_file", "say --train-data FILE and --valid-data FILE: conversations", "--chat-template"),
+    (
+        "dataset_config dataset_train_split dataset_test_split",
+        "say --train-data and --valid-data, with files or splits",
+    ),
+    ("dataset_num_proc", "conversations are encoded once, and kept in --data-cache-path", "--chat-template"),
+    (
+        "eos_token pad_token dataset_kwargs",
+        "--chat-template writes the end of an answer; samples are padded without loss",
+    ),
+    ("padding_free packing_strategy", "say --packing"),
+    ("ref_model ref_model_name_or_path", "say --reference-load FOLDER"),
+    (
+        "reference_free precompute_ref_log_probs sync_ref_model",
+        "the reference is --reference-load, or the model that the run begins with, and stays as it is",
+    ),
+    ("loss_type f_divergence_type rpo_alpha", "the loss is DPO's own: --dpo-beta, --dpo-label-smoothing"),
+    ("max_prompt_length max_completion_length truncation_mode", "a text longer than --seq-length loses its end"),
+    ("lora_task_type task_type peft_type", "--lora-rank alone starts adapters, of any model"),
+    ("layers_to_transform layers_pattern exclude_modules", "say --lora-target, as in --lora-target 'blocks.[0-3].*'"),
+    (
+        "init_lora_weights rank_pattern alpha_pattern lora_bias",
+        "pairs begin as PEFT's do, and have one --lora-rank and one --lora-alpha",
+    ),
     (
         "dataset_name",
         "conversations are finetune.py --train-data FILE; preprocess_data.py --input hf://datasets/ORG/NAME makes token "

@@ -223,8 +223,9 @@ class Dialect:
         return [row.partition("=")[0] for row in self.table]
 
     def flags_of_key(self, key: str) -> list[str]:
-        """The flags that a key may mean."""
-        rows = [meaning for row, meaning in self.table.items() if row.partition("=")[0] == key]
+        """The flags that a key may mean where it is given; a row of `=false` says what its absence means."""
+        pairs = [(*row.partition("=")[::2], meaning) for row, meaning in self.table.items()]
+        rows = [meaning for name, value, meaning in pairs if name == key and value != "false"]
         return [word for meaning in rows for word in meaning.replace(";", "").split() if word.startswith("--")]
 
     def values(self, key: str) -> list[str]:

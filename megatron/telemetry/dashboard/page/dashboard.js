@@ -457,7 +457,7 @@ const KINDS = [{
   key: "experts", able: (run) => run.has_experts, word: "expert", unit: "", of: "times the mean",
   // Blue for fewer tokens than the mean: the strongest for none.
   stops: [[0, [37, 99, 235], [96, 165, 250]], [1, [241, 243, 245], [31, 41, 55]], [2, [245, 158, 11], [217, 119, 6]], [3, [220, 38, 38], [239, 68, 68]]],
-  note: (name) => `tokens of each expert of ${name} in a step, compared with the mean (blue: fewer, the strongest blue: none)`,
+  note: (name) => `tokens of each expert of ${name} in a step, compared with the mean (0: none)`,
 }];
 const heats = KINDS.map((kind) => ({ kind, plot: null, data: null }));
 
@@ -492,11 +492,25 @@ function drawHeats() {
   heats.forEach(drawHeat);
 }
 
+// The colours with their values: a bar from the first stop to the last, and a number below each.
+function drawScale({ key, stops, of }) {
+  const [low, high] = [stops[0][0], stops.at(-1)[0]], place = (value) => `${(100 * (value - low)) / (high - low)}%`;
+  const bar = element("i"), said = (value) => (value === high ? `${value} or more` : value === low && low ? `${value} or less` : `${value}`);
+  bar.style.background = `linear-gradient(90deg, ${stops.map(([value]) => `${heatColour(value, stops)} ${place(value)}`).join(", ")})`;
+  const numbers = stops.map(([value]) => {
+    const number = element("b", { textContent: said(value) });
+    number.style.left = place(value);
+    return number;
+  });
+  $(`${key}-scale`).replaceChildren(element("span", { className: "colours" }, bar, ...numbers), element("span", { textContent: of }));
+}
+
 function drawHeat(heat) {
   const { key, word, stops } = heat.kind;
   if (!heat.data?.values.length || $(key).hidden) return;
   const { x, excess, rows } = heat.data, number = excess.length;
   heat.plot?.destroy();
+  drawScale(heat.kind);
   const box = $(`${key}-heat`), first = x[0] - (x[1] - x[0] || x[0]);
   const cells = (u) => {
     const { ctx } = u, bottom = u.bbox.top + u.bbox.height, tall = u.bbox.height / number;
