@@ -1098,7 +1098,7 @@ def test_metrics_of_a_front_are_those_of_the_replicas_that_answer(status):
     assert sorted(lines) == ['a_tokens_total{replica="0"} 10.0', 'a_tokens_total{replica="4"} 14.0']
 
 
-@pytest.mark.parametrize("echo, prefix", itertools.product((False, True), ((), (1,))))
+@pytest.mark.parametrize("echo, prefix", list(itertools.product((False, True), ((), (1,)))))
 def test_offsets_of_tokens_are_where_they_begin_in_what_is_sent(echo, prefix):
     """Of the answer alone, or after the prompt; what the tokenizer puts before a prompt begins with it, at 0."""
     words = {1: "<s>", 2: "ab", 3: "c", 4: "def", 5: "g"}
