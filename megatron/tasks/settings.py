@@ -228,8 +228,8 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
 
 def _names(files: Sequence[Path], split: str) -> list[str]:
     """A unique name for each of several files: its own, with as many parent folders as necessary."""
-    parts = [Path(os.path.abspath(file)).with_suffix("").parts for file in files]
-    for count in range(1, max(map(len, parts))):
+    parts = [Path(os.path.abspath(file)).with_suffix("").parts[1:] for file in files]
+    for count in range(1, max(map(len, parts)) + 1):
         names = ["-".join(of_file[-count:]) for of_file in parts]
         if len(set(names)) == len(names):
             return names

@@ -50,17 +50,23 @@ class Columns:
         self.names: dict[str, np.ndarray] = {}  # each with room for more rows
 
     def extend(self, records: list[dict[str, Any]]) -> None:
-        """Append a row for each record, of its numbers and texts."""
+        """Append a row for each record, of its numbers and texts; a column has the one or the other."""
         end = self.rows + len(records)
         for name in dict.fromkeys(name for record in records for name in record):
             values = [record.get(name) for record in records]
-            if name in RATES or name == "kind":
+            known = [value for value in values if value is not None]
+            if name in RATES or name == "kind" or not known:
                 continue
-            if all(value is None or isinstance(value, (int, float)) for value in values):
-                self._room(name, end)[self.rows : end] = np.array(values, dtype=float)
-            elif all(value is None or isinstance(value, str) for value in values):
-                self._room(name, end, "")[self.rows : end] = [value or "" for value in values]
+            texts = self._is_text(name, known[0])
+            if all(isinstance(value, str if texts else (int, float)) for value in known):
+                values = [value or "" for value in values] if texts else np.array(values, dtype=float)
+                self._room(name, end, "" if texts else np.nan)[self.rows : end] = values
         self.rows = end
+
+    def _is_text(self, name: str, first: Any) -> bool:
+        """Whether a column has texts: by its earlier rows, or by the first of its values."""
+        column = self.names.get(name)
+        return isinstance(first, str) if column is None else column.dtype == object
 
     def _room(self, name: str, rows: int, missing: Any = np.nan) -> np.ndarray:
         """The column with room for so many rows. missing: the value of empty rows of a new column"""

@@ -384,7 +384,7 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
     count = len(values)
     if count == 1:
         return values.copy()
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values)
     ordered, places = values[order], np.empty(count, dtype=int)
     places[order] = np.arange(count)
     # Without the value itself, the others at or after its place move down by one.

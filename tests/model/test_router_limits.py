@@ -22,15 +22,17 @@ from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds.experts import routing, upcycling
+from megatron.model.kinds.experts import grouped, hf, routing, upcycling
 from megatron.model.kinds.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.kinds.experts.expert_rules import RULES
+from megatron.model.kinds.experts.kind import expert_ops
 from megatron.model.kinds.experts.layer import MoELayer, _Weighted
 from megatron.model.kinds.experts.megatron import _ours as their_run
 from megatron.model.kinds.experts.parts import balance_loss, capacity, expected_parts, expert_sums
 from megatron.model.kinds.experts.replay import RoutingRecord
 from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, places_of, weights_of
 from megatron.model.kinds.experts.weights import experts
+from megatron.model.layer_ops import Kernel, Product, RankSetup, Residual
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
 from megatron.training.step_notes import ENOUGH, idle_experts
@@ -509,3 +511,78 @@ def test_experts_of_a_run_are_divided_like_other_layers(etp, good):
     args = dict(num_experts=4, tensor_model_parallel_size=2, expert_tensor_parallel_size=etp, moe_layer_freq=2)
     with contextlib.nullcontext() if good else pytest.raises(CheckpointError, match=f"over {etp} ranks .* over 2"):
         assert their_run(args | dict(moe_aux_loss_coeff=[0.5, 0.25]), 4)["moe_aux_loss_coeff"] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("topk, scores", list(itertools.product((1, 2), ("softmax", "sigmoid"))))
+def test_ways_that_choose_by_themselves_have_scores_of_their_own(topk, scores):
+    """As in Megatron-Core: with Sinkhorn a sigmoid of one expert, or the softmax over all of several; no scaling."""
+    words = dict(moe_router_topk=topk, moe_router_score_function=scores, moe_router_topk_scaling_factor=2.5)
+    words |= dict(moe_router_num_groups=2, moe_router_group_topk=1, moe_router_group_score_topk=2)
+    for pre in (False, True):
+        own = model(**words, moe_router_pre_softmax=pre, moe_router_load_balancing_type=["none"])
+        assert routing.choice_of(own) == ExpertChoice(E, topk, scores, pre, 2, 1, 2, 2.5)
+        own = replace(own, moe_router_load_balancing_type=["sinkhorn"])
+        kind = "sigmoid" if topk == 1 else "softmax"
+        assert routing.choice_of(own) == ExpertChoice(E, topk, kind, True, 2, 1, 2, None)
+
+
+@pytest.mark.parametrize("rows", range(5))
+def test_few_rows_are_multiplied_among_as_many_as_sums_stay_the_same_for(rows, monkeypatch):
+    """None and enough as they are."""
+    monkeypatch.setattr(grouped, "SAME_ROWS", 3)
+    seen, x, matrix = [], torch.randn(rows, 4), torch.randn(5, 4)
+    product = lambda x, y: seen.append(x) or x @ y.t()
+    torch.testing.assert_close(grouped._many_rows(product, x, matrix), x @ matrix.t())
+    assert [len(one) for one in seen] == [rows if rows in (0, 3, 4) else 3] and torch.equal(seen[0][:rows], x)
+    assert not seen[0][rows:].any()
+
+
+@pytest.mark.parametrize("latent, element, tp", list(itertools.product((None, 8), (2, 4), (1, 2))))
+def test_a_shared_expert_keeps_the_input_that_nobody_else_does(latent, element, tp):
+    """A router in fp32 has the same tensor for its gradient, and so has a product to latents; on several ranks of tp these
+    read a part of the rows. The rest is as wide as the expert: twice one of a width less one of twice the width.
+    """
+    setup = RankSetup(micro_batch_size=2, tp=tp, etp=tp, element=element)
+
+    def kept(width) -> int:
+        own = model(moe_latent_size=latent, moe_shared_expert_intermediate_size=width, moe_ffn_hidden_size=16)
+        return sum(op.kept for op in expert_ops(Residual(own, setup, 32)) if isinstance(op, (Kernel, Product)))
+
+    inputs = 2 * (kept(16) - kept(None)) - (kept(32) - kept(None))
+    assert inputs == (0 if tp == 1 and (element == 4 or latent) else 32 * H * element)
+
+
+@pytest.mark.parametrize("first, layers", [(0, 3), (2, 3), (3, 3), (4, 3)])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "dots1", "qwen3_moe", "mixtral"])
+def test_a_family_whose_first_layers_are_dense_may_have_no_others(kind, first, layers):
+    """Other families do not look at that entry."""
+    words = hf.WORDS[kind]
+    config = {words.number: 8, words.width: 16, "num_experts_per_tok": 2, "num_hidden_layers": layers}
+    config |= dict(first_k_dense_replace=first, norm_topk_prob=True, topk_method="noaux_tc", scoring_func="sigmoid")
+    found = hf.our_experts(kind, config)
+    if words.first_dense and first >= layers:
+        assert found == {}
+    else:
+        dense = first if words.first_dense else 0
+        assert found["num_experts"] == 8 and found["moe_ffn_hidden_size"] == 16
+        assert found["moe_layer_freq"] == (f"[0]*{dense}+[1]*{layers - dense}" if dense else "1")
+
+
+def test_settings_of_experts_without_an_effect_are_those_of_a_dense_model():
+    """All experts in one group, a scaling of 1, a softmax before sigmoids, losses, and the usual score of a group."""
+    usual = dict(moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=2)
+    of = lambda **more: hf.effective_experts(model(**more, num_experts=8))
+    changed = lambda **more: {name for name, value in of(**more).items() if value != of()[name]}
+    assert hf.effective_experts(model(num_experts=None)) == hf.DENSE
+    assert {name for name, value in of().items() if value != hf.DENSE[name]} == {"num_experts"}
+    assert changed(moe_router_num_groups=2, moe_router_group_topk=2) == set()
+    assert changed(**usual) == {"moe_router_num_groups", "moe_router_group_topk"}
+    assert changed(**usual, moe_router_group_score_topk=1) == {"moe_router_num_groups", "moe_router_group_topk"}
+    assert of(**usual, moe_router_group_score_topk=2)["moe_router_group_score_topk"] == 2
+    assert changed(moe_router_topk_scaling_factor=1.0, moe_router_load_balancing_type=["aux_loss"]) == set()
+    assert changed(moe_router_topk_scaling_factor=2.0) == {"moe_router_topk_scaling_factor"}
+    assert changed(moe_router_pre_softmax=True) == {"moe_router_pre_softmax"}
+    sigmoid = dict(moe_router_score_function="sigmoid")
+    assert changed(**sigmoid, moe_router_pre_softmax=True) == set(sigmoid)
+    assert changed(moe_router_load_balancing_type=["sinkhorn"]) == {"moe_router_load_balancing_type"}
+    assert changed(moe_layer_freq="[1,1]") == set() and changed(moe_layer_freq="[0,1]") == {"moe_layer_freq"}

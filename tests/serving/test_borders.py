@@ -20,7 +20,7 @@ from megatron.serving.connection import Connection
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
 from megatron.serving.megatron_api import MegatronBody, _answer, _encoded
-from megatron.serving.openai_api import Completions, OpenAI, _events, _whole
+from megatron.serving.openai_api import Completions, OpenAI, _events, _whole, places_in
 from megatron.serving.openai_requests import (
     MOST_STOPS,
     MOST_TEXTS,
@@ -1051,3 +1051,80 @@ def test_each_event_of_a_stream_is_sent_once_wherever_replicas_break(breaks):
 
     assert asyncio.run(asyncio.wait_for(body(), 30)) == [*events, b"[DONE]"]
     assert len(asked) == len(breaks)
+
+
+@pytest.mark.parametrize("dropped, added", [(d, a) for d in range(8) for a in range(8) if 0 < d + a])
+@pytest.mark.parametrize("at", [0, 1, 6])
+def test_places_in_a_prompt_that_is_decoded_otherwise(dropped, added, at):
+    """Characters that the tokenizer drops are skipped, those that it adds begin where it adds them. What differs in eight
+    characters or more is not looked for, and places never go backwards or beyond the text.
+    """
+    before, after = "abcdefgh"[:at], "ijklmnop"
+    text, decoded = before + "#" * dropped + after, before + "*" * added + after
+    places = places_in(text, decoded)
+    assert len(places) == len(decoded) + 1 and places == sorted(places) and places[-1] <= len(text)
+    if dropped + added < 8:
+        rest = range(at + dropped, len(text) + 1)
+        assert places == [*range(at), *[at] * added, *rest]
+    assert places_in(text, text) == list(range(len(text) + 1))
+
+
+@pytest.mark.parametrize("status", [200, 401])
+def test_metrics_of_a_front_are_those_of_the_replicas_that_answer(status):
+    """Each with its name; where a key is asked for, the front asks for it, too."""
+    text = b"# HELP a_tokens tokens\n# TYPE a_tokens counter\na_tokens_total %d.0\n"
+    it, asked = in_front([None] * 5)
+    it.replicas.replicas[1].ready = False
+    gone = {"2": ConnectionResetError(), "3": asyncio.TimeoutError()}
+
+    async def send(request, raw, replica):
+        async def read():
+            return text % (10 + int(replica.name)) if status == 200 else b"no key"
+
+        asked.append((replica.name, raw))
+        if replica.name in gone:
+            raise gone[replica.name]
+        return SimpleNamespace(status=status, read=read, headers={"www-authenticate": "Bearer"})
+
+    it._send = send
+    found = asyncio.run(it.metrics(None))
+    if status == 401:
+        assert (found.status_code, found.body, found.headers["www-authenticate"]) == (401, b"no key", "Bearer")
+        assert asked == [("0", b"")]
+        return
+    assert asked == [(name, b"") for name in "0234"]
+    assert found.headers["content-type"].startswith("text/plain; version=0.0.4")  # what Prometheus reads it by
+    lines = [line for line in found.body.decode().splitlines() if not line.startswith("#")]
+    assert sorted(lines) == ['a_tokens_total{replica="0"} 10.0', 'a_tokens_total{replica="4"} 14.0']
+
+
+@pytest.mark.parametrize("echo, prefix", list(itertools.product((False, True), ((), (1,)))))
+def test_offsets_of_tokens_are_where_they_begin_in_what_is_sent(echo, prefix):
+    """Of the answer alone, or after the prompt; what the tokenizer puts before a prompt begins with it, at 0."""
+    words = {1: "<s>", 2: "ab", 3: "c", 4: "def", 5: "g"}
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(words[id] for id in ids), prefix=prefix, pieces={})
+    model = SimpleNamespace(tokenizer=tokenizer, name="a", token_texts=SimpleNamespace(of=words.get))
+    prompt = (*prefix, 2, 3)
+    form = Completions(
+        SimpleNamespace(model=model, body=SimpleNamespace(echo=echo, logprobs=1), prompts=[prompt, prompt]),
+        ["abc", "abc"],
+    )
+    for place in (0, 1):
+        scores = [TokenScore(prompt[0]), *(TokenScore(id, -0.5) for id in prompt[1:])]
+        part = SimpleNamespace(text="def", scores=[TokenScore(4, -1.0, ((5, -0.25),))], prompt=scores, finish=None)
+        found = form.choice(place, part, place)
+        own = dict(tokens=["def"], token_logprobs=[-1.0], top_logprobs=[{"g": -0.25, "def": -1.0}], text_offset=[0])
+        if echo:
+            names, n = [words[id] for id in prompt], len(prompt)
+            own = dict(
+                tokens=[*names, "def"],
+                token_logprobs=[None, *[-0.5] * (n - 1), -1.0],
+                top_logprobs=[None, *({name: -0.5} for name in names[1:]), own["top_logprobs"][0]],
+                text_offset=[*[0] * len(prefix), 0, 2, 3],
+            )
+        assert found == dict(index=place, text="abcdef" if echo else "def", logprobs=own, finish_reason=None)
+        part = SimpleNamespace(text="g", scores=[TokenScore(5, -float("inf"))], prompt=[], finish="stop")
+        found = form.choice(place, part, place)
+        assert found["text"] == "g" and found["finish_reason"] == "stop"
+        assert found["logprobs"]["text_offset"] == [6 if echo else 3]
+        assert -1e30 < found["logprobs"]["token_logprobs"][0] < -1e3  # JSON has no infinity

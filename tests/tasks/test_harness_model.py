@@ -172,6 +172,16 @@ def test_the_longest_texts_come_first_and_answers_in_the_order_of_requests(batch
     assert sum(seen, []) == sorted(sizes, reverse=True) and all(len(one) == batch for one in seen[:-1])
 
 
+def test_texts_without_context_come_after_the_end_of_documents(names):
+    """A tokenizer without one is refused, and not found out by the first of such texts."""
+    from megatron.tasks.harness import HarnessModel
+
+    with pytest.raises(SettingsError, match="the tokenizer has no end-of-document token"):
+        HarnessModel(None, SimpleNamespace(eod=None), None, longest=8, batch_size=2)
+    made = HarnessModel(None, SimpleNamespace(eod=0, begin=3), None, longest=8, batch_size=2)
+    assert (made.eot_token_id, made.prefix_token_id, made.max_length, made.batch) == (0, 3, 8, 2)
+
+
 def test_scores_of_continuations_are_the_plain_networks(trained, names):
     """Of texts of any length side by side, the longest of which are cut at the beginning."""
     draw, model = random.Random(4), adapter(trained)

@@ -21,7 +21,7 @@ from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.context import ForwardContext
 from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
-from megatron.model.sample_arrays import LABELS, LOSS_MASK
+from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.mesh import Mesh
 from megatron.tasks import backbones, chat, classifier, contaminated, dpo, finetune, finetune_start, metrics, spans
 from megatron.tasks import settings as kept_settings
@@ -1001,3 +1001,120 @@ def test_training_data_that_cannot_be_asked_is_said_where_it_was_named(given):
     assert found is None and len(notices) == (given is not None)
     assert all("of evaluation sets is not known" in notice and "--train-data" in notice for notice in notices)
     assert contaminated.training_contents(SimpleNamespace(data_path=None, train_data_path=None), None) == (None, [])
+
+
+@pytest.mark.parametrize(
+    "files, names",
+    [
+        (("/a/x.tsv", "/a/y.tsv"), ["x", "y"]),
+        (("/a/x.tsv", "/b/x.tsv"), ["a-x", "b-x"]),
+        (("/a/x.tsv", "/b/x.tsv", "/b/y.tsv"), ["a-x", "b-x", "b-y"]),
+        (("/x.tsv", "/b/x.tsv"), ["x", "b-x"]),
+        (
+            ("/a/x.tsv", "/c/a/x.tsv", "/b/c/a/x.tsv"),
+            ["a-x", "c-a-x", "b-c-a-x"],
+        ),  # up to the whole of the longest path
+    ],
+)
+def test_sets_are_named_by_as_much_of_their_path_as_tells_them_apart(files, names):
+    """Names become those of files: none has a slash."""
+    for order in itertools.permutations(range(len(files))):
+        assert kept_settings._names([Path(files[n]) for n in order], "valid") == [names[n] for n in order]
+    with pytest.raises(SettingsError, match="--valid-data names one file twice, or .* ending alone"):
+        kept_settings._names([Path(files[0]), Path(files[0]).with_suffix(".jsonl")], "valid")
+
+
+@pytest.mark.parametrize("labels", ["ab", "abc"])
+def test_files_of_probabilities_have_all_examples_of_the_training_data(labels, tmp_path):
+    """In their order, and at least one: what differs is said with its line."""
+    task, share = SimpleNamespace(regression=False, name="t", labels=tuple(labels)), 1 / len(labels)
+    rows = tuple(TaskExample("x", None, 0, str(number)) for number in range(3))
+    for count in (0, 1, 2, 4):
+        path = soft(tmp_path, "few.tsv", labels, *[[share] * len(labels)] * count)
+        with pytest.raises(DataError, match=f"few.tsv has {count} examples, and the training file 3"):
+            with_soft_labels(Examples(rows, {"": range(3)}), [path], task)
+    path = soft(tmp_path, "all.tsv", labels, *[[share] * len(labels)] * 3)
+    with pytest.raises(DataError, match="all.tsv, line 3: example 1, where training has 2"):
+        with_soft_labels(Examples((rows[0], rows[2], rows[1]), {"": range(3)}), [path], task)
+
+
+# ---- samples of each kind of model ---------------------------------------------------------------------------------------
+
+
+def test_arrays_of_readers_and_patterns_are_as_long_and_as_large_as_said():
+    """Ids are of the vocabulary, masks 0 or 1, choices one more than ids, because 0 is padding."""
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=9), extra={BERT: SimpleNamespace(num_tokentypes=3)})
+    ids, mask, flag, types = SampleArray(9, 50), SampleArray(9, mask=True), SampleArray(9, 2), SampleArray(9, 3)
+    bert = {"text": ids, "types": types, "padding_mask": flag}
+    assert CausalReader.arrays(config, 50) == {"tokens": ids, LENGTHS: SampleArray(0, 10)}
+    assert BertReader.arrays(config, 50) == bert
+    causal = {"tokens": ids, LABELS: ids, LOSS_MASK: mask}
+    assert CausalCloze.arrays(config, 50) == causal
+    assert BertCloze.arrays(config, 50) == bert | {LABELS: ids, LOSS_MASK: mask}
+    task = SimpleNamespace(options=None, outputs=3, regression=False, labels="abc")
+    of_sample = {LABELS: SampleArray(0, 3), LOSS_MASK: SampleArray(0, mask=True), "gap": SampleArray(0, 9)}
+    for kind, text, tokens in ((CausalCloze, {"tokens": ids}, 1), (BertCloze, bert, 8)):
+        wanted = text | of_sample | {"choices": SampleArray(3 * tokens, 51)}
+        assert kind.choice_arrays(config, 50, task, False) == wanted
+        assert kind.choice_arrays(config, 50, task, True) == wanted | {"shares": SampleArray(3, mask=True)}
+
+
+@pytest.mark.parametrize("eod, begin, prefix", [(4, 5, (5,)), (4, 4, ()), (None, None, ())])
+def test_readers_and_patterns_take_the_special_tokens_of_a_tokenizer(eod, begin, prefix):
+    special = dict(cls=1, sep=2, mask=3).get
+    tokenizer = SimpleNamespace(
+        eod=eod,
+        begin=begin,
+        prefix=prefix,
+        special=special,
+        sentinels=(7, 8),
+        vocab_size=50,
+        inner=lambda: np.ones(50, bool),
+    )
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=9), extra={BERT: SimpleNamespace(num_tokentypes=1)})
+    assert CausalReader.of(config, tokenizer, 50) == CausalReader(9, eod or 0, prefix)
+    assert CausalCloze.of(config, tokenizer, 50) == CausalCloze(9, begin)
+    assert BertReader.of(config, tokenizer, 50) == BertReader(9, 1, 2, kinds=1)
+    assert BertCloze.of(config, tokenizer, 50) == BertCloze(9, 1, 2, 3)
+    assert CausalReader.of(config, None, 50) == CausalReader(9) and CausalCloze.of(config, None, 50) == CausalCloze(9)
+    assert CausalReader.hidden_word(tokenizer) == (eod or 0) and BertReader.hidden_word(tokenizer) == 3
+    assert T5Reader.hidden_word(tokenizer) == 7 and CausalReader.hidden_word(None) == BertReader.hidden_word(None) == 0
+
+
+@pytest.mark.parametrize("end", [None, 7])
+def test_a_pattern_fills_the_sample_of_its_model(end):
+    """The text loses its end, so that with the words around it and the special tokens just all places are taken."""
+    letters, pattern = lambda text: [*map(ord, text)], Pattern.of("{text}: {label}", pairs=False)
+    of = lambda text: TaskExample(text, None, 0, "")
+    long, label = "abcdefghijklm", [*map(ord, " Z")]
+    causal = CausalCloze(9, end).read(pattern, of(long), "Z", letters, 2)
+    begin = [] if end is None else [end]
+    ids = [*begin, *letters(long[: 10 - len(begin) - 3]), ord(":"), *label]
+    assert causal["tokens"].tolist() == ids[:-1] and causal[LABELS].tolist() == ids[1:]
+    assert causal[LOSS_MASK].tolist() == [0.0] * 7 + [1.0] * 2
+    bert = BertCloze(9, cls=1, sep=2, mask=3).read(pattern, of(long), "Z", letters, 2)
+    assert bert["text"].tolist() == [1, *letters(long[:4]), ord(":"), 3, 3, 2] and bert["padding_mask"].all()
+    t5 = T5Cloze(9, bos=1, sentinel=2, target=4).read(pattern, of(long), "Z", letters, 2)
+    assert t5["text_enc"].tolist() == [*letters(long[:6]), ord(":"), 2, 0]  # one place is the label's second token
+    short = CausalCloze(9, end).read(pattern, of("a"), "Z", letters, 2)
+    ids = [*begin, *letters("a:"), *label]
+    assert short["tokens"].tolist() == (ids + [end or 0] * 9)[:9]  # padded with what texts end with
+    assert short[LABELS].tolist() == (ids + [end or 0] * 9)[1:10]
+
+
+def test_made_up_sentences_have_a_label_of_any_length_at_their_end():
+    counts, lasts = set(), set()
+    for seed in range(60):
+        sample = CausalCloze(4).made_up(np.random.default_rng(seed), 5)
+        mask, ids = sample[LOSS_MASK].tolist(), sample["tokens"].tolist()
+        counts.add(sum(mask))
+        lasts.add(int(sample[LABELS][-1]))
+        assert mask == sorted(mask) and ids[1:] == sample[LABELS].tolist()[:-1] and max(ids) < 5
+    assert counts == {1, 2, 3, 4} and lasts == set(range(5))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_figures_of_no_examples_are_0_and_those_of_right_ones_1(classes):
+    for figure in (metrics.accuracy, metrics.f1, metrics.macro_f1, metrics.matthews):
+        assert figure([], [], classes) == 0.0
+        assert figure([*range(classes)] * 2, [*range(classes)] * 2, classes) == pytest.approx(1.0)

@@ -2,6 +2,7 @@
 """What the tasks do to text."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,44 @@ def test_accuracy_counts_whole_words(tmp_path, batch_size):
     assert lambada.find_correct(Successor(), loose, longest=50, batch_size=batch_size).sum() == 2
     # Only the last two tokens
     assert lambada.find_correct(Successor(), strict, longest=1, batch_size=batch_size).sum() == 2
+
+
+@pytest.mark.parametrize("longest", [3, 9])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_ranks_share_the_passages_and_batches_have_like_lengths(batch_size, ranks, longest, monkeypatch):
+    """Each passage is a rank's, those of other ranks are 0 in the sum; together they are what one rank finds."""
+    lengths = [5, 2, 7, 2, 3, 6, 4]
+    examples = [lambada.Example([1] * (n - 1) + [2 if n % 2 else 5], 1) for n in lengths]  # 2 comes after 1
+    monkeypatch.setattr(lambada, "summed", lambda correct, model, axis: correct)
+    seen = []
+
+    class Batches(Successor):
+        def logits(self, tokens, wanted):
+            seen.append((len(tokens), tokens.shape[1]))
+            return super().logits(tokens, wanted)
+
+    counts, told = 0, []
+    for rank in range(ranks):
+        axis, progress = SimpleNamespace(rank=rank, size=ranks), lambda done, total: told.append((done, total))
+        counts = counts + lambada.find_correct(
+            Batches(), examples, longest=longest, batch_size=batch_size, axis=axis, progress=progress
+        ).astype(int)
+    assert counts.tolist() == [n % 2 for n in lengths]
+    ordered = sorted(min(n, longest + 1) for n in lengths)  # the last token is not read
+    batches = [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
+    shares = [batches[rank::ranks] for rank in range(ranks)]
+    assert seen == [(max(batch) - 1, len(batch)) for share in shares for batch in share]
+    rounds = [min(7, (n + 1) * ranks * batch_size) for share in shares for n in range(len(share))]  # of all ranks
+    assert told == [(done, 7) for done in rounds]
+
+    class Earlier(Successor):
+        """A stage of a pipeline before the last, which has no scores: it adds nothing to the sum."""
+
+        def logits(self, tokens, wanted):
+            return None
+
+    assert not lambada.find_correct(Earlier(), examples, longest=longest, batch_size=batch_size).any()
 
 
 def test_bad_files(tmp_path):

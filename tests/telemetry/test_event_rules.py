@@ -103,6 +103,73 @@ def test_validations_that_get_worse():
         assert judged(validations(*reversed(worse), name=name), **figure) == []
 
 
+def told(records, rules=None, **more) -> list[tuple]:
+    """(kind, facts) of each event."""
+    found = []
+    judge = RecordRules(rules or {}, lambda kind, message, **facts: found.append((kind, facts)), **more)
+    for record in records:
+        judge(record)
+    return found
+
+
+def even(count, **more):
+    """Steps of a second each."""
+    return [
+        {"kind": "step", "iteration": n, "consumed_samples": n, "seconds": 1.0, **more} for n in range(1, count + 1)
+    ]
+
+
+def test_events_have_the_numbers_that_they_were_found_by():
+    """Of a norm, a loss, a speed and a validation; exactly at its threshold only a count is an event."""
+    norms = [one | dict(grad_norm=0.5) for one in even(41)]
+    norms[40]["grad_norm"] = 6.0
+    assert told(norms) == [("high_grad_norm", dict(iteration=41, value=6.0, median=0.5, times=12.0))]
+    norms[40] |= dict(spike=1)
+    assert told(norms) == [("high_grad_norm", dict(iteration=41, value=6.0, median=0.5, times=12.0, logged=False))]
+    norms[40]["grad_norm"] = 5.0
+    assert told(norms) == []
+    for norm in (math.inf, math.nan):  # another event tells these
+        assert told([*norms[:40], norms[40] | dict(grad_norm=norm)] + norms[:9]) == []
+    losses = [{**one, "lm loss": 5.0 if 3 <= one["iteration"] else 4.0} for one in even(14)]
+    facts = dict(iteration=12, loss=5.0, limit=4.0, steps=10)
+    assert told(losses, guess=4.0) == [("loss_above_guess", facts)]
+    assert told(losses, guess=4.0, warmup=2) == told(losses, guess=4.0) and told(losses, guess=4.0, warmup=5) == []
+    assert told(losses, guess=5.0) == told(losses, {"loss_above_guess": EventRule(off=True)}, guess=4.0) == []
+    losses[5]["skipped"] = True
+    assert told(losses, guess=4.0) == [("loss_above_guess", facts | dict(iteration=13))]
+    ours = dict(values=[1.0, 2.0, 3.0, 4.0], times=3, iteration=3, figure="mse")
+    worse = validations(1.0, 2.0, 3.0, 4.0, name="mse")
+    figure = dict(figure=("mse", direction_of("mse")))
+    assert told(worse, **figure) == [("validation_worse", ours)]
+    assert told([one | dict(split="test") for one in worse], **figure) == []
+    assert told([one | dict(kind="eval_begin") for one in worse], **figure) == []
+    assert told(worse, {"validation_worse": EventRule(off=True)}, **figure) == told(worse) == []
+    assert told(validations(1.0, 2.0, math.nan, 3.0, 4.0, name="mse"), **figure) == [
+        ("validation_worse", ours | dict(iteration=4))
+    ]
+
+
+@pytest.mark.parametrize("seconds, a_window", [(1.0, 30), (3.0, 10), (2.9, 11), (30.0, 10), (60.0, 10)])
+def test_speeds_are_of_ten_steps_and_half_a_minute_at_least(seconds, a_window):
+    """The fifth window is the first that the next one is compared with; a window at just the threshold is not slow."""
+    of = lambda rate, windows=1: even(windows * a_window, seconds=seconds, tokens_per_second=rate)
+    usual = of(100.0, 5)
+    [(kind, facts)] = told(usual + of(50.0))
+    assert kind == "slow_steps"
+    wanted = dict(iteration=a_window, tokens_per_second=50.0, median=100.0, share=0.5, steps=a_window)
+    assert facts == pytest.approx(wanted)
+    assert told(of(100.0, 4) + of(50.0)) == told(usual + of(50.0)[:-1]) == told(usual + of(71.0)) == []
+    assert told(usual + of(50.0), {"slow_steps": EventRule(0.7, seconds=30, off=True)}) == []
+    left_out = [one | dict(skipped=True) for one in of(1.0, 9)]
+    assert told(usual + left_out) == told(usual + [one | dict(tokens_per_second=None) for one in left_out]) == []
+    halves = [
+        dict(one, seconds=seconds * (1 + n % 2), tokens_per_second=100.0 / (1 + n % 2)) for n, one in enumerate(of(1.0))
+    ]
+    if a_window == 10:  # the rate of a window is its tokens by its seconds, not the mean of its rates
+        assert told(usual + halves, {"slow_steps": EventRule(0.66, seconds=30)}) == []
+        assert [one for one, _ in told(usual + halves, {"slow_steps": EventRule(0.67, seconds=30)})] == ["slow_steps"]
+
+
 def test_the_message_has_the_figures(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     rules = RecordRules({}, log.record, guess=math.log(64))

@@ -39,6 +39,69 @@ def test_what_is_said_is_the_number(say, units, low, high):
             assert len(shown.partition(".")[0].replace(",", "")) <= 4, (number, words)
 
 
+@pytest.mark.parametrize("width", range(4, 60, 3))
+def test_a_table_that_is_too_wide_leaves_out_what_is_spare_and_cuts_the_longest_texts(width):
+    """In this order, and no more than is needed; numbers are whole, and at least seven characters of a text are kept."""
+    head, left = ["name", "size", "a longer text", "time", "last"], (0, 2)
+    row = ["abcdefghijkl", "12", "a text of twenty-six lette", "3.25 s", "-"]
+    shown = figures.table([row], head, left=left, width=width, spare=("time", "absent", "size")).splitlines()
+    whole = [max(map(len, pair)) for pair in zip(head, row, strict=True)]
+    excess = lambda kept, widths: sum(widths[n] for n in kept) + 2 * (len(kept) - 1) - width
+    kept = [0, 1, 2, 3, 4]
+    for spare in (3, 1):
+        if excess(kept, whole) > 0:
+            kept.remove(spare)
+    widths = list(whole)
+    for n in (2, 0):  # the longest first
+        while excess(kept, widths) > 0 and widths[n] > 7:
+            widths[n] -= 1
+    cut = lambda text, room: text if len(text) <= room else text[: room - 3].rstrip() + "..."
+    for line, cells in zip(shown, (head, row), strict=True):
+        words = [cut(cells[n], widths[n]).ljust(widths[n]) if n in left else cells[n].rjust(widths[n]) for n in kept]
+        assert line == "  ".join(words).rstrip()
+
+
+def test_words_with_hyphens_are_not_divided():
+    """Flags are found by a search."""
+    assert figures.sentence("aaa --flag-of-words", 18) == "aaa\n  --flag-of-words"
+    assert figures.labelled("x", "aaa --flag-of-words", 26, 8) == "  x     aaa\n        --flag-of-words"
+
+
+BORDERS = {  # the last number of a unit and the first of the next
+    figures.seconds: [
+        (7199, "120.0 min"),
+        (7200, "2.0 h"),
+        (359_999, "100.0 h"),
+        (360_000, "4.2 days"),
+        (999.995, "16.7 min"),
+    ],
+    figures.since: [
+        (0, "0 s"),
+        (119.9, "120 s"),
+        (120, "2 min"),
+        (7199, "120 min"),
+        (7200, "2 h"),
+        (172_799, "48 h"),
+        (172_800, "2 d"),
+        (30 * 86400, "30 d"),
+    ],
+    figures.count: [(0, "0"), (9999, "9,999"), (9999.5, "10.0 k"), (10**15, "1,000.0 T")],
+    figures.size: [
+        (999, "999 B"),
+        (999.5, "1.0 kB"),
+        (999_950, "1.0 MB"),
+        (0.999995e15, "1.00 PB"),
+        (10**18, "1,000.00 PB"),
+    ],
+}
+
+
+@pytest.mark.parametrize("say", BORDERS, ids=lambda say: say.__name__)
+def test_numbers_at_the_border_of_a_unit(say):
+    for number, words in BORDERS[say]:
+        assert say(number) == words, number
+
+
 def test_tables_and_sentences_fit_whatever_their_words():
     draw = random.Random(4)
     for _ in range(300):

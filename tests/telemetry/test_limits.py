@@ -7,7 +7,9 @@ import math
 import random
 import re
 import statistics
+import threading
 import urllib.error
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
 from megatron.telemetry import (
+    console,
     curves,
     figures,
     heat_map,
@@ -29,12 +32,14 @@ from megatron.telemetry import (
     rank_times,
     report_compare,
     report_facts,
+    run_folder,
     stragglers,
     tail,
     timers,
 )
+from megatron.telemetry import history as history_module
 from megatron.telemetry.curves import extremes
-from megatron.telemetry.dashboard.runs import Runs
+from megatron.telemetry.dashboard.runs import Runs, WatchedRun
 from megatron.telemetry.directions import LARGER, SMALLER, direction_of
 from megatron.telemetry.event_rules import (
     ABOVE,
@@ -45,8 +50,11 @@ from megatron.telemetry.event_rules import (
     EventRule,
     RecordRules,
     read_rules,
+    rule_of,
 )
+from megatron.telemetry.events import KINDS
 from megatron.telemetry.history import History
+from megatron.telemetry.lanes import COMPUTE, GATHER, RECEIVE, SEND, Bar
 from megatron.telemetry.log_lines import _fitted
 from megatron.telemetry.memory import MemoryUse, memory_line
 from megatron.telemetry.run_folder import last_saved
@@ -790,3 +798,279 @@ def test_peaks_are_those_that_vendors_publish(device):
     wanted = next((peak for name, peak in half.items() if name in device), PUBLISHED[device][1])
     assert peak_flops.peak_flops(device, "fp16") == pytest.approx(wanted * 1e12)
     assert peak_flops.peak_flops(device, "int3") is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_may_say_what_its_kind_has(kind, tmp_path):
+    """A level, and the limits that have a default; what the file does not say is the default."""
+    path, default = tmp_path / "rules.yaml", DEFAULTS.get(kind, EventRule())
+    assert rule_of({}, kind) == default and rule_of({kind: EventRule(7.0)}, kind) == EventRule(7.0)
+    for name in ("threshold", "seconds", "bytes_per_second", "level", "off", "thresholds"):
+        value = "error" if name == "level" else 5
+        path.write_text(f'{kind}: {{"{name}": {value}}}\n')
+        if name == "level" or getattr(default, name, None) is not None and name != "off":
+            assert read_rules(str(path)) == {kind: replace(default, **{name: value})}
+        else:
+            with pytest.raises(SettingsError, match=f"{kind}: it has no {name}"):
+                read_rules(str(path))
+    for word, off in (("on", False), ("off", True)):
+        path.write_text(f"{kind}: {word}\n")
+        assert read_rules(str(path)) == {kind: replace(default, off=off)}
+
+
+def test_a_file_of_rules_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(SettingsError, match="--event-rules .*: cannot be read: Is a directory"):
+        read_rules(str(tmp_path))
+    with pytest.raises(SettingsError, match="--event-rules .*none.yaml: cannot be read: No such file"):
+        read_rules(str(tmp_path / "none.yaml"))
+
+
+# ---- reports and lists of runs -------------------------------------------------------------------------------------------
+
+
+EVALUATIONS = [
+    (0.5, {"result": "0.5"}),
+    (1234, {"result": "1,234"}),
+    (True, {"result": "True"}),
+    ("words", {"result": "words"}),
+    ([1, 2.5], {"result": "1 2.5"}),
+    ([], {"result": ""}),
+    ({}, {}),
+    (
+        {"a": {"b": 1234, "perplexity": 1234.56}, "c": None},
+        {"a / b": "1,234", "a / perplexity": "1,234.6", "c": "None"},
+    ),
+    ([{"x": 1e-7}, [1, 2], 3], {"1 / x": "1e-07", "2": "1 2", "3": "3"}),
+    ({"a": [[1, 2], {"b": "c"}]}, {"a / 1": "1 2", "a / 2 / b": "c"}),
+]
+
+
+@pytest.mark.parametrize("value, rows", EVALUATIONS)
+def test_evaluations_of_any_shape_are_rows(value, rows):
+    assert report_facts.rows_of(value) == rows
+    inside = {f"task / {name}" if name != "result" else "task": row for name, row in rows.items()}
+    assert report_facts.rows_of({"task": value}) == inside
+
+
+def test_settings_of_a_run_are_those_with_a_value_a_recipes_own_first():
+    """What is no group of settings is left out, and a group without values."""
+    model = dict(num_layers=2, ffn_hidden_size=None, layernorm_epsilon=1e-5, split=[9, 1], swiglu=False)
+    config = dict(
+        model=model, empty=dict(seed=None), given=dict(model=["num_layers"]), version=3, extra=dict(own=dict(x="y"))
+    )
+    found = report_facts.settings(history_of(config=config))
+    wanted = {"--num-layers": "2", "--layernorm-epsilon": "1e-05", "--split": "9 1", "--swiglu": "False"}
+    assert found == {"own": {"--x": "y"}, "model": wanted} and list(found) == ["own", "model"]
+    assert report_facts.settings(history_of()) == report_facts.settings(history_of(config=dict(extra=None))) == {}
+
+
+@pytest.mark.parametrize(
+    "losses, first", [({1: 4.0, 2: 3.0}, 4.0), ({2: 3.0}, None), ({1: math.nan, 2: 3.0}, None), ({1: math.inf}, None)]
+)
+def test_the_loss_of_the_first_step_is_that_of_step_1(losses, first):
+    """A run that was resumed has none, and one that failed there no number."""
+    steps = (
+        {"kind": "step", "iteration": n, "consumed_samples": n, "seconds": 1.0, "lm loss": loss}
+        for n, loss in losses.items()
+    )
+    history = history_of(*steps)
+    assert report_compare._at_step_1(history, "lm loss") == first
+    for end in range(4):
+        until = [loss for n, loss in losses.items() if n <= end and math.isfinite(loss)]
+        assert report_compare._mean_until(history, "lm loss", end) == (statistics.fmean(until) if until else None)
+
+
+@pytest.mark.parametrize("where", ["other/deep/m.jsonl", "runs/m.jsonl", "runs/a/other.jsonl", "runs/a/metrics.jsonl"])
+@pytest.mark.parametrize("folder", ["runs/a", "runs/a/b"])
+def test_metrics_beside_a_runs_folder_are_found_from_there(where, folder, tmp_path, monkeypatch):
+    """By a path from the folder, so that both may be moved together; their usual place needs none."""
+    metrics, run = tmp_path / "there" / where, tmp_path / "there" / folder
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    run_folder.point_to(metrics.relative_to(tmp_path), run.relative_to(tmp_path))
+    usual = metrics == run / "metrics.jsonl"
+    assert (run / run_folder.POINTER).exists() == (not usual)
+    (tmp_path / "there").rename(tmp_path / "moved")
+    moved = run_folder.find_metrics(tmp_path / "moved" / folder)
+    assert moved.resolve() == tmp_path / "moved" / where
+    run_folder.point_to(tmp_path / "moved" / folder / "metrics.jsonl", tmp_path / "moved" / folder)
+    assert not (tmp_path / "moved" / folder / run_folder.POINTER).exists()
+
+
+STEPS = [
+    {
+        "kind": "step",
+        "iteration": n,
+        "consumed_samples": n,
+        "seconds": 1.0,
+        "lm loss": 5.0 - n,
+        "tokens_per_second": 10.0 * n,
+    }
+    for n in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        (dict(), ""),
+        (dict(parameters=12345), "12.3 k parameters"),
+        (dict(mesh=dict(tp=1)), "1 rank"),
+        (
+            dict(parameters=10**9, config=dict(model=dict(num_layers=2, hidden_size=8)), mesh=dict(tp=2, replicate=3)),
+            "1.0 B parameters, 2 layers of width 8, 6 ranks",
+        ),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_is(record, words, steps, tmp_path):
+    """By its state where that is known, else by its metrics."""
+    run = WatchedRun(tmp_path, tmp_path / "metrics.jsonl")
+    run.id, run.name, run.error, run.version = "1", "a", "unreadable line", 4
+    run.history = history_of(*STEPS[:steps], **record)
+    about = run.summary()
+    assert about["about"] == words
+    same = dict(
+        id="1", name="a", place=str(tmp_path), error="unreadable line", version=4, has_ranks=False, has_experts=False
+    )
+    zero = dict(warnings=0, errors=0, damaged_lines=0, slow=[], iterations=None, seconds_left=None, checkpoint_age=None)
+    last = dict(iteration=2, loss=3.0, tokens_per_second=20.0) if steps else dict(loss=None, tokens_per_second=None)
+    assert about.items() >= (same | last).items() and {name: about[name] for name in zero} == zero
+    known = dict(
+        warnings=1, errors=2, slow=[3], iterations=9, seconds_left=8.0, checkpoint_age=7.0, tokens_per_second=55.0
+    )
+    run.state = known | dict(state="hung", why="no step")
+    about = run.summary()
+    assert {name: about[name] for name in run.state} == run.state
+    run.state = dict(state="unreadable", why="a damaged file")
+    about = run.summary()
+    assert about["tokens_per_second"] == last["tokens_per_second"] and about["state"] != "unreadable"
+    assert about["why"] == ("a damaged file" if about["state"] else "")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_columns_are_those_of_a_plain_list_of_records(seed, monkeypatch):
+    """While rows are added and taken back: numbers, texts, what some rows lack, and columns that come later. Values that
+    are no numbers and no texts, or both, have no column, and a text among numbers of earlier rows is left out.
+    """
+    monkeypatch.setattr(history_module, "START", 2)
+    monkeypatch.setattr(history_module, "BATCH", 3)
+    draw, table, plain, at = random.Random(seed), history_module.Columns(), [], 0
+    values = dict(x=[1.5, 0, math.nan, None, True], text=["a", "b", None], lists=[[1]], kind=["step"], seen=[3])
+    own = {"iteration": int, "x": float, "text": str, "seen": float}
+    for turn in range(12):
+        if plain and draw.random() < 0.3:
+            at = draw.randint(0, len(plain) + 1)
+            table.drop_after(at)
+            plain = plain[:at]
+        else:
+            rows = [dict(mixed=1), dict(mixed="a"), *({} for _ in range(draw.randint(0, 3)))]
+            for at, row in enumerate(rows, len(plain) + 1):
+                names = [name for name in values if draw.random() < 0.7 and (name != "seen" or turn > 3)]
+                row |= dict(iteration=at, **{name: draw.choice(values[name]) for name in names})
+            table.extend(rows)
+            plain += rows
+        wanted = [
+            {
+                name: kind(row[name])
+                for name, kind in own.items()
+                if row.get(name) is not None and row[name] == row[name]
+            }
+            for row in plain
+        ]
+        assert list(table) == wanted and len(table) == len(plain)
+        assert [table[n] for n in range(-len(plain), len(plain))] == wanted + wanted
+        for name in ("iteration", "x", "seen", "nowhere"):
+            column = [row.get(name, math.nan) for row in wanted]
+            assert np.array_equal(table[name].astype(float), np.array(column, float), equal_nan=True)
+        assert "kind" not in table.names and "mixed" not in table.names and "lists" not in table.names
+        finite = [row["x"] for row in wanted if "x" in row]
+        assert table.known("x").tolist() == finite and table.known("nowhere").tolist() == []
+    table.extend([dict(iteration=len(plain) + 1, x="text", seen=None, late=None, text=1)])
+    table.extend([dict(iteration=len(plain) + 2, late="a")])
+    assert table[-2] == dict(iteration=len(plain) + 1) and table[-1] == dict(iteration=len(plain) + 2, late="a")
+
+
+# ---- terminals and pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", [False, True])
+@pytest.mark.parametrize(
+    "parts", [["a"], ["a", "b\n"], ["a\nb"], ["a\n", "\n"], ["", "a\nb\nc", "d\n"], ["a\n\nb", "\n"]]
+)
+def test_whole_lines_come_above_the_bar_and_halves_wait(parts, bar):
+    """The bar is taken away and drawn again around them, and left alone while a line is incomplete."""
+    seen = []
+    stream = SimpleNamespace(write=lambda text: seen.append(text) or len(text), flush=lambda: seen.append("flush"))
+    drawn = SimpleNamespace(clear=lambda: seen.append("clear"), refresh=lambda: seen.append("refresh"))
+    made = console._AboveTheBar(SimpleNamespace(_lock=threading.RLock(), _bar=drawn if bar else None), stream)
+    wanted, half = [], ""
+    for part in parts:
+        assert made.write(part) == len(part)
+        *lines, half = (half + part).split("\n")
+        if lines:
+            whole = "".join(f"{line}\n" for line in lines)
+            wanted += ["clear"] * bar + [whole, "flush"] + ["refresh"] * bar
+        assert seen == wanted
+    made.finish()
+    made.finish()
+    assert [one for one in seen[len(wanted) :] if one] == [half] * bool(half)
+
+
+def test_rows_of_a_picture_of_lanes_follow_each_other_on_one_axis():
+    """Ranks in their order, their lanes below each other without overlap, and all times from the first bar's start."""
+    draw = lanes_drawing
+    bars = [Bar(COMPUTE, "F0", 0.5, 0.9, 0.9), Bar(GATHER, "gather", 0.6, 0.7, 0.8), Bar(SEND, "send", 0.9, 0.9, 0.9)]
+    later = [Bar(COMPUTE, "update", 0.0, 1.0, 1.0), Bar(RECEIVE, "receive", 0.25, 0.5, 0.5)]
+    ranks = [draw.RankLanes(0, (3, 4), 10**9, bars), draw.RankLanes(2, (3, 4), 2 * 10**9, later)]
+    text = draw.picture(ranks)
+    rows = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="(\d+)" class="row"/>', text)
+    y, wanted = float(draw.HEAD), []
+    for own in ranks:
+        lanes = sorted({bar.lane for bar in own.bars}, key=draw.LANES.index)
+        for lane in lanes:
+            height = draw.TALL if lane == COMPUTE else draw.LOW
+            wanted.append((draw.LEFT, y, draw.WIDTH - draw.LEFT - draw.RIGHT, height - 2))
+            y += height
+        y += draw.GAP
+    assert [tuple(map(float, row)) for row in rows] == wanted and f'viewBox="0 0 {draw.WIDTH} {y + 24:g}"' in text
+    scale = (draw.WIDTH - draw.LEFT - draw.RIGHT) / 1.5  # from 0.5 to 2.0 seconds
+    boxes = re.findall(
+        r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="\d+" (?:fill|class)="[^"]+"[^/]*?><title>', text
+    )
+    starts = {0: 0.0, 2: 0.5}  # of time 0.5 of rank 0, and time 0 of rank 2
+    places = [
+        (draw.LEFT + (starts[own.rank] + bar.start - own.bars[0].start) * scale)
+        for own in ranks
+        for bar in sorted(own.bars, key=lambda bar: draw.LANES.index(bar.lane))
+    ]
+    found = [float(x) for x, _, _ in boxes]
+    waits = [draw.LEFT + 0.2 * scale]  # of the gather, from 0.7
+    assert sorted(found) == pytest.approx(sorted(places + waits), abs=0.006)
+    named = re.findall(r'y="([\d.]+)" text-anchor="end">([^<]+)<', text)
+    heights = [draw.TALL, draw.LOW, draw.LOW, draw.TALL, draw.LOW]
+    assert named == [
+        (str(row[1] + tall - 5), name) for row, tall, (_, name) in zip(wanted, heights, named, strict=True)
+    ]
+    assert [name for _, name in named if name.startswith("rank")] == ["rank 0", "rank 2"]
+    assert sorted(re.findall(r">waits ([\d.]+) ms", text)) == ["0.0", "0.0", "100.0"] and "iterations 3 to 4:" in text
+
+
+@pytest.mark.parametrize(
+    "data, part", [(0.0, "forward"), (0.05, "backward"), (0.1, "backward"), (0.1001, "data"), (0.2, "data")]
+)
+def test_a_rank_that_is_alone_waits_for_data_if_that_is_more_than_half(data, part):
+    """Else its longest part is named; a rank with peers is slow where it exceeds them most."""
+    parts = dict.fromkeys(rank_times.OWN, 0.001) | dict(forward=0.03, backward=0.02 if data == 0 else 0.06)
+    others = dict(parts)
+    alone = StragglerDetector([0, 1])
+    assert alone._part(0, parts | dict(data=others["data"] + data), others, 0.2) == part
+    peers = StragglerDetector([0, 0])
+    for name in rank_times.OWN:
+        assert (
+            peers._part(
+                0, parts | {name: parts[name] + 0.01, "data": parts["data"] + 0.01 * (name == "data")}, others, 0.2
+            )
+            == name
+        )
