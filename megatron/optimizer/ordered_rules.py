@@ -11,6 +11,7 @@ from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.kernel_sizes import SAME_ROWS, SAME_SIZE, VECTORS
 from megatron.settings.rules import Rule, record, said
 from megatron.settings.schema import Config
+from megatron.settings.statements import SaidBy
 
 # Of what a padded vocabulary is a multiple: ranks and blocks divide it alike.
 VOCABULARY = 512
@@ -75,7 +76,13 @@ def said_of(s: SimpleNamespace, name: str) -> str:
         return f"experts whose weights {s.tp} ranks divide"
     if name == "cp_comm_type" and s.cp_comm_type is None:
         return f"{said(s, 'context_parallel_size')} with keys and values in a ring"
-    return said(s, name)
+    return _implying(s, name) or said(s, name)
+
+
+def _implying(s: SimpleNamespace, name: str) -> str:
+    """The flag of the user that implies a setting which the user did not give: --lora-rank, for linear; "" if none does."""
+    one = s.settings.said(name)
+    return one.words if one and one.source is SaidBy.DERIVED and not one.by_user else ""
 
 
 def uncovered(s: SimpleNamespace) -> list[str]:
@@ -89,7 +96,7 @@ def _sentence(s: SimpleNamespace) -> str:
     names = uncovered(s)
     words = " and ".join(said_of(s, name) for name in names)
     instead = [INSTEAD[name] for name in names if name in INSTEAD]
-    others = [dashed(name) for name in names if name not in INSTEAD]
+    others = [_implying(s, name) or dashed(name) for name in names if name not in INSTEAD]
     do = [*instead, f"leave out {', '.join(others)}"] if others else instead
     return (
         f"--batch-invariant-mode does not cover {words}: weights would depend on the layout; {', and '.join(do)}, or leave "

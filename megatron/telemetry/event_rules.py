@@ -149,9 +149,8 @@ class RecordRules:
             middle = median(self.norms)
             ratio = norm / middle if middle else 0.0
             if self._begins("high_grad_norm", ratio > rule.threshold):
-                told = (
-                    dict(logged=False) if step.get("spike") is not None else {}
-                )  # the log has a warning about this step
+                # The log has a warning about a spike of the loss already.
+                logged = {} if step.get("spike") is None else dict(logged=False)
                 self.record(
                     "high_grad_norm",
                     f"iteration {step['iteration']}: gradient norm {norm:.4g} is {ratio:.1f} times the median "
@@ -160,7 +159,7 @@ class RecordRules:
                     value=norm,
                     median=middle,
                     times=ratio,
-                    **told,
+                    **logged,
                 )
         self.norms.append(norm)
 

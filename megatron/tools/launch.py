@@ -392,7 +392,7 @@ def start(job: Launch) -> None:
         store = NodeRendezvous(*place, config.max_nodes, patience, note).join()
     if args.worker_logs:
         job.logs = config.logs_specs = WorkerLogs(args.log_dir, config.logs_specs)
-    with one_file_for_both():
+    with one_file_for_both() if args.worker_logs else contextlib.nullcontext():
         elastic_launch(config, program)(*words)
     del store
 

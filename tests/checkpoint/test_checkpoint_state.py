@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.checkpoint import folder as module
+from megatron.checkpoint import choose as module
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.choose import checkpoints, choose, read_tracker
 from megatron.checkpoint.first_launch import may_begin

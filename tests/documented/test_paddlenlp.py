@@ -161,7 +161,7 @@ def test_words_of_the_other_commands_have_a_hint(flag, instead):
     from megatron.settings.parse import parse
     from megatron.tools.generate import GenerateOptions
 
-    with pytest.raises(UsageError, match=f"did you mean --{instead}"):
+    with pytest.raises(UsageError, match=f"(did you mean|say) --{instead}"):
         parse([f"--{flag}", "x"], dict(generate=GenerateOptions, sampling=Sampling, search=Search))
 
 

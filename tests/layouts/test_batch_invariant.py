@@ -293,6 +293,13 @@ def test_what_the_mode_does_not_cover_is_refused(flags, words):
     assert words in error.value.what
 
 
+def test_a_setting_that_follows_from_another_flag_is_refused_by_that_flag():
+    with pytest.raises(
+        SettingsError, match="cover --lora-rank: weights would .*; leave out --lora-rank, or leave out --b"
+    ):
+        pretrain_gpt.main(f"{FLAGS} --num-attention-heads 4 --device cpu --lora-rank 2 --dry-run".split())
+
+
 def test_layouts_pad_a_vocabulary_alike():
     from megatron.training.rules import resolve
 

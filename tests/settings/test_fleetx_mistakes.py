@@ -119,7 +119,7 @@ def test_a_compressed_model_is_not_replaced_by_a_whole_one(command, section, sav
         (
             "Optimizer: {name: AdamX}\n",
             "",
-            "run.yaml:2: Optimizer.name: 'AdamX' is not supported.*; did you mean adamw",
+            "run.yaml:2: Optimizer.name: 'AdamX' is not supported.*; did you mean AdamW",
         ),
         ("Engine: {mix_precision: {enable: True, level: O4}}\n", "", "'O4' is not supported; there is: o1, o2"),
         ("", "-o Model.module=GPTModul", "'GPTModul' is not supported; .*did you mean GPTModule"),

@@ -151,7 +151,6 @@ KINDS = {
     float: """Generation.top_p Generation.temperature Generation.repetition_penalty Generation.length_penalty
         Generation.diversity_rate *Prune.ratio *Distillation.distill_loss_ratio *Distillation.T""",
 }
-# sentence -> keys that are refused
 # The values above as PaddleFleetX's files have them.
 _WRITTEN = """AdamW FusedAdamW CosineAnnealingWithWarmupDecay LinearDecayWithWarmup GPTDataset GPTBatchSampler
     DistributedBatchSampler ClipGradByGlobalNorm GPT 1F1B F-then-B""".split()
@@ -161,6 +160,7 @@ BESIDES = {
     "; this suite's others by --optimizer NAME": "Optimizer.name",
     "; this suite's others by --lr-decay-style NAME": "Optimizer.lr.name",
 }
+# sentence -> keys that are refused
 REFUSED = {"say --load DIR --finetune for weights to start from": "Model.pretrained"}
 # What its engine does where nothing is said.
 DEFAULTS = (

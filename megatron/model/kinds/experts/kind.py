@@ -51,14 +51,14 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     sums = over("tp", 4 * len(expert_sums(m)), ("all_reduce",))
     wide = 8 if m.moe_router_dtype == "fp64" else 4
     exchanged = [  # for the gradient of the router's weight, over a sample's tokens (`mpu/ordered_tokens.py`)
-        Collective("sums over tokens", "tp", share.tp if share.ordered else 1, size * wide, back=(call,))
+        Collective("sums over tokens", "tp", share.tp, size * wide, back=(call,))
         for call, size in (("all_to_all", n * h), ("all_gather", n * share.tp * experts))
     ]
     of_tokens = 4 * n * h if e < 4 else n * h * e  # the router's input in fp32
     return (
         cut,
         Product("router", n, h, experts, kept=of_tokens, given=n * h * e, again=again),
-        *exchanged,
+        *exchanged * share.ordered,
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
         *loads * any(way.label for way in ways_of(m).values()),
         sums,
